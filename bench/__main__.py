@@ -1,0 +1,47 @@
+"""python -m bench NAME [--quick] [--rounds N] [--json FILE]; NAME is one of the benchmarks below.
+
+A benchmark is a module with `run(options)` that returns the content of its result file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from importlib import import_module
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent
+# Before any import of ours: the checkout may not be installed.
+sys.path.insert(0, str(ROOT.parent / "src"))
+
+BENCHES = ("clone",)
+# Without a terminal rich assumes 80 columns, which cuts the tables.
+LOG_WIDTH = 140
+
+
+def main() -> int:
+    from rich.console import Console
+
+    from bench.clone import Options
+    from bench.report import WRONG, print_result, write_json
+
+    parser = argparse.ArgumentParser(prog="python -m bench")
+    parser.add_argument("name", choices=BENCHES)
+    parser.add_argument("--quick", action="store_true", help="a third of the data, one round")
+    parser.add_argument("--rounds", type=int, help="default: 3, or 1 with --quick")
+    parser.add_argument("--json", type=Path, help="default: bench/results/NAME[-quick].json")
+    parser.add_argument("--scale", type=float, help="share of the full data, for development")
+    parser.add_argument("--server-version", type=int, help="default: the newest all can copy")
+    given = parser.parse_args()
+
+    options = Options(given.quick, given.rounds, given.scale, given.server_version)
+    result = import_module(f"bench.{given.name}").run(options)
+    file = f"{given.name}-quick.json" if given.quick else f"{given.name}.json"
+    write_json(result, given.json or ROOT / "results" / file)
+    console = Console()
+    print_result(result, console if console.is_terminal else Console(width=LOG_WIDTH))
+    return 1 if any(run["outcome"] == WRONG for run in result["runs"]) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,199 @@
+"""The result of a benchmark: runs, medians, ratios; as JSON, as a table, as markdown.
+
+Invariant: only runs whose copy was found right enter a median. A ratio with a side that has no
+right run has no value and says why.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+RIGHT, WRONG, DID_NOT_RUN = "right", "wrong", "did not run"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One contestant in one round; `figures` are seconds and bytes by name."""
+
+    data_set: str
+    contestant: str
+    round: int
+    outcome: str
+    reason: str = ""
+    figures: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """One measured against another; without a goal it is there for comparison."""
+
+    value: float | None
+    goal: float | None = None
+    better: str = "lower"
+    reason: str = ""
+
+    @property
+    def met(self) -> bool | None:
+        if self.value is None or self.goal is None:
+            return None
+        return self.value <= self.goal
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Which medians make a ratio: `figure` of `ours` over `figure` of `theirs`."""
+
+    name: str
+    figure: str
+    ours: tuple[str, str]
+    theirs: tuple[str, str]
+    goal: float | None = None
+
+    def ratio(self, runs: Sequence[Run]) -> Ratio:
+        ours, theirs = (median(runs, *side, self.figure) for side in (self.ours, self.theirs))
+        if ours is not None and theirs:
+            return Ratio(ours / theirs, self.goal)
+        missing = self.ours if ours is None else self.theirs
+        return Ratio(None, self.goal, reason=f"no {self.figure} of {missing[1]} on {missing[0]}")
+
+
+# Figures in the tables, with their headings; the JSON has all of them.
+COLUMNS = {
+    "wall_seconds": "wall s",
+    "wall_without_spark_seconds": "without Spark's start s",
+    "copy_seconds": "copy s",
+    "copy_cpu_seconds": "copy CPU s",
+    "client_cpu_seconds": "client CPU s",
+    "source_cpu_seconds": "source CPU s",
+    "target_cpu_seconds": "target CPU s",
+    "other_cpu_seconds": "other CPU s",
+    "peak_memory_bytes": "peak MB",
+}
+
+
+def median(runs: Iterable[Run], data_set: str, contestant: str, figure: str) -> float | None:
+    values = [
+        run.figures[figure]
+        for run in runs
+        if (run.data_set, run.contestant, run.outcome) == (data_set, contestant, RIGHT)
+        and figure in run.figures
+    ]
+    return statistics.median(values) if values else None
+
+
+def medians(runs: Sequence[Run]) -> dict[str, dict[str, dict[str, float]]]:
+    """Data set, contestant, figure: the contestants in order of their first run."""
+    result: dict[str, dict[str, dict[str, float]]] = {}
+    for run in runs:
+        of_set = result.setdefault(run.data_set, {})
+        if run.contestant not in of_set:
+            found = {c: median(runs, run.data_set, run.contestant, c) for c in COLUMNS}
+            of_set[run.contestant] = {c: v for c, v in found.items() if v is not None}
+    return result
+
+
+def assemble(
+    name: str, runs: Sequence[Run], ratios: Mapping[str, Ratio], facts: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The content of a result file; all benchmarks write the same shape."""
+    return {
+        "bench": name,
+        **facts,
+        "ratios": {key: asdict(ratio) for key, ratio in ratios.items()},
+        "medians": medians(runs),
+        "runs": [asdict(run) for run in runs],
+    }
+
+
+def write_json(result: Mapping[str, Any], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def print_result(result: Mapping[str, Any], console: Console) -> None:
+    for title, heading, rows in _tables(result):
+        table = Table(title=title, title_justify="left")
+        for number, text in enumerate(heading):
+            table.add_column(text, justify="right" if number else "left")
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
+    for line in _failures(result):
+        console.print(line, style="red", markup=False, highlight=False)
+
+
+def render_markdown(result: Mapping[str, Any]) -> str:
+    """The section of docs/benchmarks.md for this result."""
+    lines = [f"## {result['bench']}", "", _setting(result), ""]
+    for title, heading, rows in _tables(result):
+        lines += [f"### {title}", "", _markdown_row(heading)]
+        lines.append(_markdown_row(["---", *["---:"] * (len(heading) - 1)]))
+        lines += [_markdown_row(row) for row in rows]
+        lines.append("")
+    lines += [f"- {line}" for line in _failures(result)]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _tables(result: Mapping[str, Any]) -> Iterable[tuple[str, list[str], list[list[str]]]]:
+    for data_set, contestants in result["medians"].items():
+        columns = [c for c in COLUMNS if any(c in figures for figures in contestants.values())]
+        rows = [
+            [name, *(_cell(column, figures.get(column)) for column in columns)]
+            for name, figures in contestants.items()
+        ]
+        title = f"{data_set}: {result['data_sets'][data_set]['title']}"
+        yield title, ["contestant", *(COLUMNS[column] for column in columns)], rows
+    rows = [_ratio_row(name, Ratio(**fields)) for name, fields in result["ratios"].items()]
+    yield "Ratios, lower is better", ["ratio", "value", "goal", "met"], rows
+
+
+def _ratio_row(name: str, ratio: Ratio) -> list[str]:
+    value = "" if ratio.value is None else f"{ratio.value:.2f}"
+    goal = "" if ratio.goal is None else f"{ratio.goal:g}"
+    return [name, value, goal, {True: "yes", False: "no", None: ""}[ratio.met]]
+
+
+def _cell(column: str, value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value / 1e6:.0f}" if column.endswith("_bytes") else f"{value:.1f}"
+
+
+def _failures(result: Mapping[str, Any]) -> list[str]:
+    """One line for each kind of failure, with the rounds in which it happened."""
+    rounds: dict[tuple[str, ...], list[str]] = {}
+    for run in result["runs"]:
+        if run["outcome"] != RIGHT:
+            key = run["data_set"], run["contestant"], run["outcome"], run["reason"]
+            rounds.setdefault(key, []).append(str(run["round"]))
+    return [
+        f"{contestant} on {data_set}: {outcome}: {reason} (round {', '.join(numbers)})"
+        for (data_set, contestant, outcome, reason), numbers in rounds.items()
+    ]
+
+
+def _setting(result: Mapping[str, Any]) -> str:
+    machine = result["machine"]
+    versions = ", ".join(f"{k} {v}" for k, v in machine["versions"].items() if v)
+    sizes = "; ".join(
+        f"{name}: {facts['title']}, {facts['heap_bytes'] / 1e9:.2f} GB of rows and "
+        f"{facts['index_bytes'] / 1e9:.2f} GB of indexes"
+        for name, facts in result["data_sets"].items()
+    )
+    return (
+        f"{machine['cores']} cores ({machine['cpu']}), {machine['memory_bytes'] / 1e9:.0f} GB of "
+        f"memory; {versions}. Median of {result['rounds']} "
+        f"{'round' if result['rounds'] == 1 else 'rounds'}. {sizes}."
+    )
+
+
+def _markdown_row(cells: Iterable[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"

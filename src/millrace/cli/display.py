@@ -1,0 +1,175 @@
+"""Progress and results for people.
+
+Invariant: a terminal gets a live view; anything else gets plain log lines, a few in a minute.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from contextlib import AbstractContextManager
+from types import TracebackType
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from millrace.clone.progress import Progress
+from millrace.clone.summary import Summary
+from millrace.config.size import render_size
+
+log = logging.getLogger(__name__)
+
+LINES_EVERY_SECONDS = 5.0
+# Running copies and indexes listed one by one; more are counted.
+LISTED = 8
+
+
+def open_display(*, quiet: bool) -> Display:
+    """The display that fits where stderr goes."""
+    if quiet:
+        return Display()
+    return LiveDisplay() if sys.stderr.isatty() else LineDisplay()
+
+
+class Display(AbstractContextManager["Display"]):
+    """Shows nothing."""
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        return None
+
+    def update(self, progress: Progress) -> None:
+        """Take note of where the run stands."""
+
+
+class LineDisplay(Display):
+    """A log line now and then."""
+
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+
+    def update(self, progress: Progress) -> None:
+        if progress.copy_started_at is None or time.monotonic() - self._last < LINES_EVERY_SECONDS:
+            return
+        self._last = time.monotonic()
+        log.info("%s", render_line(progress))
+
+
+class LiveDisplay(Display):
+    """A block of lines at the bottom of the terminal that changes in place."""
+
+    def __init__(self) -> None:
+        self._live = Live(console=Console(stderr=True), refresh_per_second=8, transient=True)
+
+    def __enter__(self) -> LiveDisplay:
+        self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
+
+    def update(self, progress: Progress) -> None:
+        self._live.update(render_block(progress))
+
+
+def render_line(progress: Progress) -> str:
+    """Where a run stands, in one line."""
+    seconds = max(progress.seconds(), 0.001)
+    moving = sum(copy.bytes for _, copy in progress.running_copies)
+    rows = progress.copied_rows + sum(copy.rows for _, copy in progress.running_copies)
+    size = progress.copied_bytes + moving
+    left = progress.seconds_left()
+    parts = [
+        f"{progress.step}: {progress.share():.0%}",
+        f"{render_size(size)} ({render_size(size / seconds)}/s, {rows / seconds:,.0f} rows/s)",
+        f"tables {progress.tables_done}/{progress.tables}",
+        f"indexes {progress.indexes_done}/{progress.indexes}",
+    ]
+    if left is not None and progress.share() < 1:
+        parts.append(f"{render_seconds(left)} left")
+    return ", ".join(parts)
+
+
+def render_block(progress: Progress) -> Group:
+    """The live view."""
+    if progress.copy_started_at is None:
+        return Group(Text(f"… {progress.step}", style="bold"))
+    lines: list[Text | ProgressBar] = [
+        Text(render_line(progress), style="bold"),
+        ProgressBar(total=1.0, completed=progress.share(), width=60),
+    ]
+    for label, copy in progress.running_copies[:LISTED]:
+        lines.append(Text(f"  copy   {label}  {render_size(copy.bytes)}  {copy.rows:,} rows"))
+    for index in progress.running_indexes[:LISTED]:
+        lines.append(Text(f"  index  {index.name}  {index.phase}  {index.share:.0%}"))
+    hidden = max(0, len(progress.running_copies) - LISTED) + max(
+        0, len(progress.running_indexes) - LISTED
+    )
+    if hidden:
+        lines.append(Text(f"  and {hidden} more"))
+    return Group(*lines)
+
+
+def render_seconds(seconds: float) -> str:
+    """`1h 02m`, `3m 20s`, `12 s`, `1.5 s`, `35 ms`."""
+    if seconds < 1:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes}m {rest:02d}s"
+    return f"{minutes // 60}h {minutes % 60:02d}m"
+
+
+def console() -> Console:
+    """stdout; wide when it is not a terminal, so that no name is folded in a log."""
+    return Console() if sys.stdout.isatty() else Console(width=200)
+
+
+def print_summary(summary: Summary, *, most_tables: int = 25) -> None:
+    """The closing tables on stdout."""
+    out = console()
+    tables = Table(title="Tables", title_justify="left")
+    tables.add_column("table", overflow="fold")
+    for name in ("parts", "rows", "bytes", "copy", "indexes", "index time", "vacuum"):
+        tables.add_column(name, justify="right")
+    for table in summary.tables[:most_tables]:
+        tables.add_row(
+            Text(f"{table.schema}.{table.name}"),
+            str(table.parts),
+            f"{table.rows:,}",
+            render_size(table.bytes),
+            render_seconds(table.copy_seconds),
+            str(table.indexes),
+            render_seconds(table.index_seconds + table.constraint_seconds),
+            render_seconds(table.vacuum_seconds),
+        )
+    out.print(tables)
+    if len(summary.tables) > most_tables:
+        out.print(f"and {len(summary.tables) - most_tables} more tables, in summary.json")
+    steps = Table(title="Steps", title_justify="left")
+    steps.add_column("step")
+    steps.add_column("time", justify="right")
+    for step in summary.steps:
+        steps.add_row(str(step["name"]), render_seconds(float(str(step["seconds"]))))
+    steps.add_section()
+    steps.add_row("whole run", render_seconds(summary.seconds))
+    out.print(steps)
+    out.print(
+        f"{len(summary.tables)} tables, {summary.rows:,} rows, "
+        f"{render_size(summary.bytes)} copied; "
+        f"{sum(table.indexes for table in summary.tables)} indexes, "
+        f"{summary.foreign_keys} foreign keys, {summary.sequences} sequences, "
+        f"{summary.large_objects} large objects, in {render_seconds(summary.seconds)}"
+    )

@@ -1,0 +1,104 @@
+"""The program: one application, one file for each command, one way to fail.
+
+Invariant: an error of ours ends the program with its exit code, its message and
+its hint on stderr (or as JSON on stdout with --json), never with a stack trace.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import tomllib
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import typer
+
+from millrace import __version__
+from millrace.cli import clone, compare, demo, list_
+from millrace.errors import ConfigError, InvariantError, MillraceError
+from millrace.log import redact
+
+log = logging.getLogger("millrace")
+
+app = typer.Typer(
+    name="millrace",
+    help="Moves PostgreSQL data, consistently, on Apache Spark.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+app.command("clone")(clone.clone)
+app.command("demo")(demo.demo)
+app.add_typer(list_.app, name="list")
+app.add_typer(compare.app, name="compare")
+
+
+@app.command()
+def version(as_json: bool = typer.Option(False, "--json", help="Print JSON.")) -> None:
+    """Print the version."""
+    print(json.dumps({"millrace": __version__}) if as_json else f"millrace {__version__}")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the program and exit."""
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        app(arguments, standalone_mode=True, default_map=read_settings_file())
+    except MillraceError as error:
+        sys.exit(report(error))
+    except KeyboardInterrupt as interrupt:
+        print("\nmillrace: stopped", file=sys.stderr)
+        sys.exit(143 if isinstance(interrupt, Terminated) else 130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
+    except Exception as error:
+        log.debug("unexpected error", exc_info=True)
+        sys.exit(
+            report(
+                InvariantError(
+                    f"unexpected {type(error).__name__}: {redact(str(error))}",
+                    hint="this is a bug in millrace; please report it with the output of --verbose",
+                )
+            )
+        )
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM: stop as for Ctrl-C, with another exit code."""
+
+
+def report(error: MillraceError) -> int:
+    """Tell a person, or a program, what went wrong; the exit code."""
+    if "--json" in sys.argv:
+        print(json.dumps(error.to_dict(), default=str))
+    print(f"millrace: {redact(error.message)}", file=sys.stderr)
+    if error.hint:
+        print(f"hint: {error.hint}", file=sys.stderr)
+    return error.exit_code
+
+
+def read_settings_file() -> dict[str, Any]:
+    """Defaults for options from millrace.toml in the current directory, a table per command."""
+    path = Path(os.environ.get("MILLRACE_CONFIG", "millrace.toml"))
+    if not path.exists():
+        return {}
+    try:
+        found = tomllib.loads(path.read_text())
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    return {
+        command: {name.replace("-", "_"): value for name, value in options.items()}
+        for command, options in found.items()
+        if isinstance(options, dict)
+    }
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    raise Terminated

@@ -1,0 +1,94 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from millrace.config.dsn import Dsn
+from millrace.errors import ConfigError
+
+Source = Annotated[
+    str,
+    typer.Option(
+        envvar="MILLRACE_SOURCE",
+        metavar="URI",
+        help="The database to read: a libpq URI or keyword string.",
+        show_default=False,
+    ),
+]
+Target = Annotated[
+    str,
+    typer.Option(
+        envvar="MILLRACE_TARGET",
+        metavar="URI",
+        help="The database to write: a libpq URI or keyword string.",
+        show_default=False,
+    ),
+]
+Directory = Annotated[
+    Path,
+    typer.Option(
+        "--dir", envvar="MILLRACE_DIR", help="Work directory: plan, log, summary of one run."
+    ),
+]
+DEFAULT_DIRECTORY = Path(tempfile.gettempdir()) / "millrace"
+Master = Annotated[
+    str,
+    typer.Option(
+        envvar="MILLRACE_MASTER",
+        help="Spark master; by default local, with a slot for each job asked for.",
+        show_default=False,
+    ),
+]
+Conf = Annotated[
+    list[str],
+    typer.Option("--conf", metavar="K=V", help="A Spark setting; may be given again."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Verbose = Annotated[int, typer.Option("--verbose", "-v", count=True, help="Log more.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Log only warnings and errors.")]
+LogJson = Annotated[
+    bool, typer.Option("--log-json", envvar="MILLRACE_LOG_JSON", help="Log as JSON lines.")
+]
+SplitLarger = Annotated[
+    str,
+    typer.Option(
+        "--split-tables-larger-than",
+        "--split-at",
+        envvar="MILLRACE_SPLIT_TABLES_LARGER_THAN",
+        metavar="SIZE",
+        help="Copy a table with more bytes than this in several parts at once: '250 MB', '2 GB', "
+        "or plain bytes; 0 never splits.",
+    ),
+]
+SplitMaxParts = Annotated[
+    int,
+    typer.Option(
+        envvar="MILLRACE_SPLIT_MAX_PARTS",
+        min=0,
+        help="At most so many parts per table; 0: no limit.",
+    ),
+]
+SkipSplitByCtid = Annotated[
+    bool,
+    typer.Option(
+        "--skip-split-by-ctid",
+        envvar="MILLRACE_SKIP_CTID_SPLIT",
+        help="Never split a table that has no integer key.",
+    ),
+]
+
+
+def parse_dsn(text: str, option: str) -> Dsn:
+    """The connection string given for an option."""
+    if not text:
+        raise ConfigError(
+            f"--{option} is missing",
+            hint=f"give --{option} or set MILLRACE_{option.upper()} to a connection string such as "
+            "postgresql://user@host:5432/database",
+        )
+    return Dsn.parse(text, what=f"--{option}")

@@ -1,0 +1,1 @@
+"""Copy a whole database under one snapshot: plan, copy, index, verify."""

@@ -1,0 +1,276 @@
+"""The copy stage: tasks out, records in, tables handed on as they become whole.
+
+Invariant: the stage ends well only if every part has its record on the target. A
+failed part never stops the others, unless the user asked for it or nothing else
+could succeed either.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Any
+
+import psycopg
+
+from millrace.clone.copy import CopyTask, Outcome, PartStatements, copy_parts, part_statements
+from millrace.clone.engine import Engine
+from millrace.clone.finish import TableFinisher
+from millrace.clone.large_object import large_object_statements
+from millrace.clone.plan import Plan
+from millrace.clone.progress import Progress, Reporter, read_running_copies, read_running_indexes
+from millrace.clone.settings import CloneSettings
+from millrace.errors import InvariantError, MillraceError, SnapshotLost
+from millrace.postgres import record
+from millrace.postgres.connect import connect, translated
+from millrace.snapshot.export import HeldSnapshot
+from millrace.workdir.store import Store
+
+log = logging.getLogger(__name__)
+
+Connection = psycopg.Connection[tuple[Any, ...]]
+
+POLL_SECONDS = 0.2
+SNAPSHOT_CHECK_SECONDS = 5.0
+# After these nothing else can succeed: the disk is full.
+FATAL_CODES = frozenset({"53100"})
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What the stage works with."""
+
+    run_id: str
+    epoch: int
+    settings: CloneSettings
+    encoding: str
+    plan: Plan
+    engine: Engine
+    store: Store
+    progress: Progress
+    reporter: Reporter
+
+
+class Copying:
+    """One pass over all parts and large objects."""
+
+    def __init__(self, stage: Stage, snapshot: HeldSnapshot) -> None:
+        self.stage = stage
+        self.snapshot = snapshot
+        self.copied: dict[tuple[int, int], record.CopiedPart] = {}
+        self._errors: list[MillraceError] = []
+        self._tables = stage.plan.tables
+        self._planned = {
+            (part.table_oid, part.number): part
+            for parts in stage.plan.parts.values()
+            for part in parts
+        }
+        self._unfinished = set(stage.plan.parts)
+        self._families = stage.plan.families()
+        self._finisher = TableFinisher(
+            stage.plan, stage.settings, stage.store, stage.progress, stage.run_id
+        )
+        self._watch = _RecordWatch(stage.run_id, stage.settings.table_jobs)
+        self._target: Connection | None = None
+        self._reported_at = 0.0
+
+    def run(self) -> None:
+        """Copy everything, build what rests on it; raises if anything failed."""
+        settings = self.stage.settings
+        tables = ThreadPoolExecutor(settings.table_jobs, thread_name_prefix="copy")
+        objects = ThreadPoolExecutor(settings.large_objects_jobs, thread_name_prefix="lo")
+        self.stage.progress.copy_started_at = time.monotonic()
+        try:
+            futures = {tables.submit(self._call, statements) for statements in self._packs()}
+            futures |= {objects.submit(self._call, one) for one in self._large_objects()}
+            self._wait_for_copies(futures)
+            self.stage.progress.copy_seconds = self.stage.progress.seconds()
+            self._wait_for_finisher()
+            self._finisher.close()
+        except BaseException:
+            tables.shutdown(wait=False, cancel_futures=True)
+            objects.shutdown(wait=False, cancel_futures=True)
+            self.stage.engine.cancel()
+            self._finisher.close(cancel=True)
+            raise
+        finally:
+            tables.shutdown(wait=False)
+            objects.shutdown(wait=False)
+            if self._target is not None:
+                self._target.close()
+
+    def _packs(self) -> list[tuple[PartStatements, ...]]:
+        return [
+            tuple(part_statements(self._tables[part.table_oid], part) for part in pack.parts)
+            for pack in self.stage.plan.packs
+        ]
+
+    def _large_objects(self) -> list[tuple[PartStatements, ...]]:
+        settings = self.stage.settings
+        return [
+            (
+                large_object_statements(
+                    objects,
+                    owner=not settings.schema.no_owner,
+                    acl=not settings.schema.no_acl,
+                    comments=not settings.schema.no_comments,
+                    replace=settings.drop_if_exists,
+                ),
+            )
+            for objects in self.stage.plan.catalog.large_object_ranges
+        ]
+
+    def _call(self, statements: tuple[PartStatements, ...]) -> list[Outcome]:
+        stage = self.stage
+        task = CopyTask(
+            stage.run_id,
+            stage.epoch,
+            stage.settings.source,
+            stage.settings.target,
+            self.snapshot.id,
+            stage.encoding,
+            statements,
+        )
+        more = f" and {len(statements) - 1} more" if len(statements) > 1 else ""
+        return stage.engine.call(copy_parts, task, f"copy {statements[0].label}{more}")
+
+    def _wait_for_copies(self, waiting: set[Future[list[Outcome]]]) -> None:
+        """Until every task has ended: hand over whole tables, notice errors, show progress."""
+        checked = time.monotonic()
+        while waiting:
+            done, waiting = wait(waiting, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED)
+            for future in done:
+                for outcome in future.result():
+                    self._note_outcome(outcome)
+            for part in self._ask(self._watch.poll):
+                self._note_copied(part)
+            self._hand_over()
+            self._report()
+            self._raise_fatal()
+            if time.monotonic() - checked > SNAPSHOT_CHECK_SECONDS:
+                self.snapshot.check()
+                checked = time.monotonic()
+        if self._errors:
+            self._wait_for_finisher()
+        missing = [self._tables[oid].label for oid, _ in set(self._planned) - set(self.copied)]
+        if missing:
+            raise InvariantError(f"tasks ended without a record: {', '.join(missing[:5])}")
+
+    def _wait_for_finisher(self) -> None:
+        """Until the last index, constraint and vacuum is done."""
+        self.stage.progress.step = "indexes, constraints, vacuum"
+        while not self._finisher.wait(POLL_SECONDS):
+            self._report()
+            self._raise_fatal()
+        errors = self._errors + self._finisher.errors
+        if errors:
+            raise several(errors)
+
+    def _note_outcome(self, outcome: Outcome) -> None:
+        if outcome.error:
+            log.error("%s", outcome.error.message)
+            self._errors.append(outcome.error)
+        else:
+            part = record.CopiedPart(
+                outcome.table_oid, outcome.part, outcome.rows, outcome.bytes, outcome.seconds
+            )
+            self._note_copied(part)
+
+    def _note_copied(self, part: record.CopiedPart) -> None:
+        key = (part.table_oid, part.part)
+        if key in self.copied:
+            return
+        self.copied[key] = part
+        progress = self.stage.progress
+        label = f"large objects {part.part}"
+        if key in self._planned:
+            label = self._tables[part.table_oid].label
+            progress.parts_done += 1
+        progress.copied_bytes += part.bytes
+        progress.copied_rows += part.rows
+        self.stage.store.write_timing(
+            "copy",
+            label,
+            part.seconds,
+            oid=part.table_oid,
+            part=part.part,
+            rows=part.rows,
+            size=part.bytes,
+        )
+
+    def _hand_over(self) -> None:
+        for oid in list(self._unfinished):
+            if all(
+                (member, part.number) in self.copied
+                for member in self._families[oid]
+                for part in self.stage.plan.parts[member]
+            ):
+                self._unfinished.discard(oid)
+                self._finisher.table_copied(oid)
+
+    def _raise_fatal(self) -> None:
+        errors = self._errors + self._finisher.errors
+        fatal = [
+            error
+            for error in errors
+            if isinstance(error, SnapshotLost) or error.facts.get("sqlstate") in FATAL_CODES
+        ]
+        if fatal or (errors and self.stage.settings.fail_fast):
+            raise several([*fatal, *errors])
+
+    def _report(self) -> None:
+        """Show where the run stands, not more often than anyone can see."""
+        if time.monotonic() - self._reported_at < POLL_SECONDS:
+            return
+        self._reported_at = time.monotonic()
+        progress, run_id = self.stage.progress, self.stage.run_id
+        progress.running_copies = []
+        under_way = 0.0
+        for copy in self._ask(lambda target: read_running_copies(target, run_id)):
+            planned = self._planned.get((copy.table_oid, copy.part))
+            if planned is None or (copy.table_oid, copy.part) in self.copied:
+                continue
+            number = f" [{planned.number}/{planned.total}]" if planned.total > 1 else ""
+            label = self._tables[copy.table_oid].label + number
+            progress.running_copies.append((label, copy))
+            share = copy.rows / planned.estimated_rows if planned.estimated_rows else 0.0
+            under_way += planned.estimated_bytes * min(1.0, share)
+        done = sum(
+            part.estimated_bytes for key, part in self._planned.items() if key in self.copied
+        )
+        progress.estimated_bytes_done = done + under_way
+        progress.running_indexes = self._ask(lambda target: read_running_indexes(target, run_id))
+        self.stage.reporter.update(progress)
+
+    def _ask(self, query: Any) -> Any:
+        """Ask the target, on a new session if the last one was lost."""
+        if self._target is None or self._target.closed:
+            self._target = connect(self.stage.settings.target, f"watch {self.stage.run_id}")
+        with translated("watching the target"):
+            return query(self._target)
+
+
+class _RecordWatch:
+    """Reads new completion records; ids in flight may commit out of order."""
+
+    def __init__(self, run_id: str, jobs: int) -> None:
+        self._run_id = run_id
+        self._margin = 4 * jobs + 16
+        self._highest = 0
+
+    def poll(self, target: Connection) -> list[record.CopiedPart]:
+        found = record.read_copied_parts(target, self._run_id, self._highest - self._margin)
+        self._highest = max([self._highest, *(number for number, _ in found)])
+        return [part for _, part in found]
+
+
+def several(errors: list[MillraceError]) -> MillraceError:
+    """The first error, saying how many more there are."""
+    first = errors[0]
+    others = len({error.message for error in errors}) - 1
+    if others > 0:
+        first.facts["other_errors"] = others
+        first.message += f" (and {others} more, see the log)"
+    return first

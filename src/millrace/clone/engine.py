@@ -1,0 +1,31 @@
+"""What runs task bodies elsewhere: declared here, implemented by `millrace.spark`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+A = TypeVar("A")
+R = TypeVar("R")
+
+
+class Engine(Protocol):
+    """Runs plain functions over plain values, many at once, perhaps on other machines."""
+
+    # How long it took until tasks could run.
+    start_seconds: float
+
+    def start(self) -> Any:
+        """Begin to start; returns at once."""
+
+    def wait(self) -> float:
+        """Wait until tasks can run; the seconds waited."""
+
+    def call(self, body: Callable[[A, int], R], argument: A, description: str) -> R:
+        """Run `body(argument, attempt)` in a task; blocks until it ends."""
+
+    def cancel(self) -> None:
+        """Stop every running task."""
+
+    def close(self) -> None:
+        """Stop for good."""

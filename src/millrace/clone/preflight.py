@@ -1,0 +1,327 @@
+"""Are both servers ready? Every problem in one report, before anything is touched.
+
+Invariant: reads only. Each problem comes with what fixes it, a statement where there is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import psycopg
+
+from millrace.clone.settings import CloneSettings
+from millrace.errors import PreflightError
+from millrace.postgres.connect import translated
+from millrace.postgres.quote import ident, qualified
+
+Connection = psycopg.Connection[tuple[Any, ...]]
+
+SOURCE_VERSIONS = range(13, 19)
+TARGET_VERSIONS = range(14, 19)
+# Names listed one by one in a report; more are counted.
+LISTED = 5
+
+_USER_SCHEMA = "n.nspname !~ '^pg_' AND n.nspname NOT IN ('information_schema', 'millrace')"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that would make the run fail, or a warning about what it will do."""
+
+    side: str
+    what: str
+    fix: str
+    is_warning: bool = False
+
+
+def check(source: Connection, target: Connection, settings: CloneSettings) -> list[Problem]:
+    """Every problem and warning of both servers."""
+    with translated("checking the servers"):
+        problems = [
+            *_check_versions(source, target),
+            *_check_same_database(source, target),
+            *_check_source_rights(source),
+            *_check_source_policies(source),
+            *_check_connections(source, target, settings),
+            *_check_locks(source),
+            *_check_target_rights(target),
+            *_check_target_empty(target, settings),
+            *_check_extensions(source, target, settings),
+            *_check_roles(source, target, settings),
+            *_check_tablespaces(source, target, settings),
+            *_check_encoding(source, target),
+        ]
+    return problems
+
+
+def raise_problems(problems: Iterable[Problem]) -> None:
+    """PreflightError with every problem, if there is any that is not a warning."""
+    found = [problem for problem in problems if not problem.is_warning]
+    if not found:
+        return
+    lines = [f"  {n}. {p.side}: {p.what}\n     fix: {p.fix}" for n, p in enumerate(found, 1)]
+    count = "1 problem" if len(found) == 1 else f"{len(found)} problems"
+    raise PreflightError(
+        f"{count} found before anything was touched:\n" + "\n".join(lines),
+        hint="fix them, then run the same command again",
+        problems=[asdict(problem) for problem in found],
+    )
+
+
+def _check_versions(source: Connection, target: Connection) -> Iterable[Problem]:
+    majors = [c.info.server_version // 10000 for c in (source, target)]
+    for side, major, versions in zip(
+        ("source", "target"), majors, (SOURCE_VERSIONS, TARGET_VERSIONS), strict=True
+    ):
+        if major not in versions:
+            yield Problem(
+                side,
+                f"PostgreSQL {major} is not supported",
+                f"use a server of version {versions[0]} to {versions[-1]}",
+                is_warning=major > versions[-1],
+            )
+    if majors[1] < majors[0]:
+        yield Problem(
+            "target",
+            f"PostgreSQL {majors[1]} is older than the source's {majors[0]}: what the source "
+            "uses of newer features will fail to restore",
+            f"use a target of version {majors[0]} or later",
+            is_warning=True,
+        )
+
+
+def _check_same_database(source: Connection, target: Connection) -> Iterable[Problem]:
+    query = (
+        "SELECT pg_postmaster_start_time(), oid, pg_is_in_recovery() FROM pg_database"
+        " WHERE datname = current_database()"
+    )
+    one, other = source.execute(query).fetchone(), target.execute(query).fetchone()
+    if one == other:
+        yield Problem(
+            "target",
+            "source and target are the same database",
+            "check the two connection strings",
+        )
+    if other and other[2]:
+        yield Problem("target", "the server is a standby: read only", "connect to its primary")
+
+
+def _check_source_rights(source: Connection) -> Iterable[Problem]:
+    for kind, right in (("r", "SELECT"), ("S", "SELECT")):
+        rows = source.execute(
+            f"""SELECT n.nspname, c.relname FROM pg_class c
+                 JOIN pg_namespace n ON n.oid = c.relnamespace
+                 WHERE c.relkind = '{kind}' AND c.relpersistence <> 't' AND {_USER_SCHEMA}
+                 AND NOT (has_schema_privilege(n.oid, 'USAGE')
+                     AND has_table_privilege(c.oid, '{right}'))
+                 AND NOT EXISTS (SELECT FROM pg_depend e WHERE e.objid = c.oid
+                     AND e.classid = 'pg_class'::regclass AND e.deptype = 'e')
+                 ORDER BY 1, 2"""
+        ).fetchall()
+        if not rows:
+            continue
+        what = "table" if kind == "r" else "sequence"
+        user = ident(source.info.user)
+        yield Problem(
+            "source",
+            f"no right to read {_some([f'{s}.{n}' for s, n in rows], what)}",
+            "; ".join(
+                f"GRANT {right} ON {'SEQUENCE ' if kind == 'S' else ''}{qualified(s, n)} TO {user}"
+                for s, n in rows[:LISTED]
+            )
+            + ("; ..." if len(rows) > LISTED else "")
+            + "; and GRANT USAGE ON SCHEMA where missing; or, from 14 on:"
+            f" GRANT pg_read_all_data TO {user}",
+        )
+
+
+def _check_source_policies(source: Connection) -> Iterable[Problem]:
+    rows = source.execute(
+        f"""SELECT n.nspname || '.' || c.relname FROM pg_class c
+             JOIN pg_namespace n ON n.oid = c.relnamespace
+             WHERE c.relkind = 'r' AND {_USER_SCHEMA} AND row_security_active(c.oid)
+             ORDER BY 1"""
+    ).fetchall()
+    # row_security is off in our sessions, and row_security_active tells what would happen then:
+    # it is true where a query would be refused.
+    if rows:
+        yield Problem(
+            "source",
+            f"row-level security hides rows of {_some([r[0] for r in rows], 'table')}",
+            f"ALTER ROLE {ident(source.info.user)} BYPASSRLS, or connect as the owner",
+        )
+
+
+def _check_connections(
+    source: Connection, target: Connection, settings: CloneSettings
+) -> Iterable[Problem]:
+    needs = settings.connections_needed()
+    for side, connection, need in zip(("source", "target"), (source, target), needs, strict=True):
+        row = connection.execute(
+            "SELECT current_setting('max_connections')::int"
+            " - current_setting('superuser_reserved_connections')::int,"
+            " (SELECT count(*) FROM pg_stat_activity WHERE backend_type = 'client backend')"
+        ).fetchone()
+        assert row is not None
+        room = row[0] - row[1]
+        if room < need:
+            yield Problem(
+                side,
+                f"{need} connections are needed for the jobs asked for, {max(room, 0)} are free",
+                f"ALTER SYSTEM SET max_connections = {row[1] + need + 10} and restart the server, "
+                "or ask for fewer jobs (--table-jobs, --index-jobs, --large-objects-jobs)",
+            )
+
+
+def _check_locks(source: Connection) -> Iterable[Problem]:
+    row = source.execute(
+        f"""SELECT current_setting('max_locks_per_transaction')::int
+                 * (current_setting('max_connections')::int
+                    + current_setting('max_prepared_transactions')::int),
+                 current_setting('max_locks_per_transaction')::int,
+                 (SELECT count(*) FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
+                   WHERE c.relkind IN ('r', 'p') AND {_USER_SCHEMA})"""
+    ).fetchone()
+    assert row is not None
+    slots, setting, tables = row
+    # We lock every table against DROP and TRUNCATE, and so does pg_dump beside us.
+    if 2 * tables > slots * 0.9:
+        wanted = max(64, -(-setting * 2 * tables * 10 // (slots * 9)) + 16)
+        yield Problem(
+            "source",
+            f"{tables} tables have to be locked against DROP, the lock table has {slots} slots",
+            f"ALTER SYSTEM SET max_locks_per_transaction = {wanted} and restart the server",
+        )
+
+
+def _check_target_rights(target: Connection) -> Iterable[Problem]:
+    row = target.execute(
+        "SELECT has_database_privilege(current_database(), 'CREATE'),"
+        " has_database_privilege(current_database(), 'TEMP'), current_database(), current_user"
+    ).fetchone()
+    assert row is not None
+    may_create, may_temp, database, user = row
+    for allowed, right in ((may_create, "CREATE"), (may_temp, "TEMP")):
+        if not allowed:
+            yield Problem(
+                "target",
+                f"no right {right} on database {database}",
+                f"GRANT {right} ON DATABASE {ident(database)} TO {ident(user)}",
+            )
+
+
+def _check_target_empty(target: Connection, settings: CloneSettings) -> Iterable[Problem]:
+    if settings.drop_if_exists:
+        return
+    rows = target.execute(
+        f"""SELECT n.nspname || '.' || c.relname FROM pg_class c
+             JOIN pg_namespace n ON n.oid = c.relnamespace
+             WHERE c.relkind IN ('r', 'p', 'v', 'm', 'S', 'f') AND c.relpersistence <> 't'
+             AND {_USER_SCHEMA}
+             AND NOT EXISTS (SELECT FROM pg_depend e WHERE e.objid = c.oid
+                 AND e.classid = 'pg_class'::regclass AND e.deptype = 'e')
+             ORDER BY 1"""
+    ).fetchall()
+    if rows:
+        yield Problem(
+            "target",
+            f"the database is not empty: it has {_some([r[0] for r in rows], 'relation')}",
+            "give an empty database (CREATE DATABASE ...), or --drop-if-exists to replace "
+            "what the source has too",
+        )
+    if not settings.skip_large_objects:
+        row = target.execute("SELECT count(*) FROM pg_largeobject_metadata").fetchone()
+        if row and row[0]:
+            yield Problem(
+                "target",
+                f"the database is not empty: it has {row[0]} large objects",
+                "SELECT lo_unlink(oid) FROM pg_largeobject_metadata, or --drop-if-exists, "
+                "or --skip-large-objects",
+            )
+
+
+def _check_extensions(
+    source: Connection, target: Connection, settings: CloneSettings
+) -> Iterable[Problem]:
+    if settings.schema.skip_extensions:
+        return
+    available = {row[0] for row in target.execute("SELECT name FROM pg_available_extensions")}
+    for (name,) in source.execute("SELECT extname FROM pg_extension ORDER BY 1"):
+        if name not in available:
+            yield Problem(
+                "target",
+                f"extension {name} is not available",
+                "install its package on the target server, or --skip-extensions if "
+                "nothing depends on it",
+            )
+
+
+def _check_roles(
+    source: Connection, target: Connection, settings: CloneSettings
+) -> Iterable[Problem]:
+    if settings.roles or settings.schema.no_owner:
+        return
+    owners = {
+        row[0]
+        for row in source.execute(
+            f"""SELECT DISTINCT pg_get_userbyid(c.relowner) FROM pg_class c
+                 JOIN pg_namespace n ON n.oid = c.relnamespace WHERE {_USER_SCHEMA}
+                 UNION SELECT DISTINCT pg_get_userbyid(p.proowner) FROM pg_proc p
+                 JOIN pg_namespace n ON n.oid = p.pronamespace WHERE {_USER_SCHEMA}
+                 UNION SELECT DISTINCT pg_get_userbyid(n.nspowner) FROM pg_namespace n
+                 WHERE {_USER_SCHEMA} AND n.nspname <> 'public'"""
+        )
+    }
+    known = {row[0] for row in target.execute("SELECT rolname FROM pg_roles")}
+    missing = sorted(owners - known)
+    if missing:
+        yield Problem(
+            "target",
+            f"{_some(missing, 'role')} owns things on the source and does not exist",
+            "; ".join(f"CREATE ROLE {ident(role)}" for role in missing)
+            + "; or --roles to copy roles, or --no-owner",
+        )
+
+
+def _check_tablespaces(
+    source: Connection, target: Connection, settings: CloneSettings
+) -> Iterable[Problem]:
+    if settings.schema.no_tablespaces:
+        return
+    used = {
+        row[0]
+        for row in source.execute(
+            "SELECT DISTINCT t.spcname FROM pg_class c JOIN pg_tablespace t"
+            " ON t.oid = c.reltablespace WHERE t.spcname !~ '^pg_'"
+        )
+    }
+    known = {row[0] for row in target.execute("SELECT spcname FROM pg_tablespace")}
+    for name in sorted(used - known):
+        yield Problem(
+            "target",
+            f"tablespace {name} does not exist",
+            f"CREATE TABLESPACE {ident(name)} LOCATION '...', or --no-tablespaces",
+        )
+
+
+def _check_encoding(source: Connection, target: Connection) -> Iterable[Problem]:
+    query = "SELECT current_setting('server_encoding')"
+    one, other = (str((c.execute(query).fetchone() or ("",))[0]) for c in (source, target))
+    if one != other:
+        yield Problem(
+            "target",
+            f"its encoding is {other}, the source's is {one}: text is converted, and a character "
+            f"that {other} lacks stops the copy",
+            f"CREATE DATABASE ... ENCODING '{one}' TEMPLATE template0",
+            is_warning=True,
+        )
+
+
+def _some(names: list[str], noun: str) -> str:
+    shown = ", ".join(names[:LISTED])
+    if len(names) == 1:
+        return f"{noun} {shown}"
+    more = f", and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    return f"{len(names)} {noun}s: {shown}{more}"

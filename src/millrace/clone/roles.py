@@ -1,0 +1,60 @@
+"""Roles of the source's whole server, made on the target where they are missing.
+
+Invariant: a role that exists on the target is left as it is. Password hashes pass
+through memory only.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Collection
+from typing import Any
+
+import psycopg
+
+from millrace.clone.settings import CloneSettings
+from millrace.postgres.binaries import Installation
+from millrace.postgres.connect import translated
+from millrace.postgres.dump import dump_roles, run_script
+
+log = logging.getLogger(__name__)
+
+_ROLE = re.compile(r'(?:CREATE|ALTER) ROLE ("(?:[^"]|"")*"|[^\s;]+)')
+
+
+def copy_roles(
+    tools: Installation, settings: CloneSettings, target: psycopg.Connection[tuple[Any, ...]]
+) -> None:
+    """pg_dumpall --roles-only, less what exists."""
+    with translated("reading the target's roles"):
+        existing = {row[0] for row in target.execute("SELECT rolname FROM pg_roles")}
+    script = dump_roles(tools, settings.source, passwords=settings.role_passwords)
+    run_script(
+        tools,
+        settings.target,
+        without_existing(script, existing),
+        "copying roles",
+        target_version=target.info.server_version,
+    )
+
+
+def without_existing(script: str, existing: Collection[str]) -> str:
+    """The script less the statements that make or alter roles in `existing`.
+
+    pg_dumpall writes one statement on each line.
+    """
+    kept = []
+    for line in script.splitlines():
+        match = _ROLE.match(line)
+        name = _unquoted(match[1]) if match else None
+        if name is not None and name in existing:
+            if line.startswith("CREATE"):
+                log.info("role %s exists on the target and is left as it is", name)
+            continue
+        kept.append(line)
+    return "\n".join(kept) + "\n"
+
+
+def _unquoted(name: str) -> str:
+    return name[1:-1].replace('""', '"') if name.startswith('"') else name

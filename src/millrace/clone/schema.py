@@ -1,0 +1,103 @@
+"""The schema's way to the target: which entry of the dump is restored when.
+
+Invariant: each entry of the archive is restored exactly once: before the data,
+by our own index and foreign key builders, or after the data.
+
+Before: pre-data, and extended statistics so that ANALYZE fills them. Built by us:
+indexes and key constraints of tables with rows, and foreign keys. Between indexes
+and foreign keys ("attach"): what makes indexes of partitioned tables whole, since
+foreign keys may rest on them. After: all the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from millrace.postgres.dump import Entry
+from millrace.relation import SourceCatalog
+
+PG_CLASS_OID = 1259
+PG_CONSTRAINT_OID = 2606
+PG_NAMESPACE_OID = 2615
+
+# A script with more entries than this runs statement by statement: the locks of one
+# transaction would not fit into a server with default settings.
+MAX_ENTRIES_IN_ONE_TRANSACTION = 1000
+
+
+@dataclass(frozen=True)
+class RestoreLists:
+    """The archive's entries, sorted into steps."""
+
+    before: list[Entry]
+    attach: list[Entry]
+    after: list[Entry]
+    built_by_us: list[Entry]
+
+
+@dataclass(frozen=True)
+class SchemaSettings:
+    """What of the schema is left out."""
+
+    no_owner: bool = False
+    no_acl: bool = False
+    no_comments: bool = False
+    no_tablespaces: bool = False
+    skip_extensions: bool = False
+    skip_extension_comments: bool = False
+    skip_collations: bool = False
+
+    def restore_options(self) -> list[str]:
+        """The pg_restore options that say the same."""
+        flags = {
+            "--no-owner": self.no_owner,
+            "--no-acl": self.no_acl,
+            "--no-comments": self.no_comments,
+            "--no-tablespaces": self.no_tablespaces,
+        }
+        return [flag for flag, wanted in flags.items() if wanted]
+
+
+def plan_restore(
+    pre_data: list[Entry],
+    post_data: list[Entry],
+    catalog: SourceCatalog,
+    settings: SchemaSettings,
+    *,
+    existing_schema_oids: Collection[int] = (),
+) -> RestoreLists:
+    """Sort the archive's entries into the steps they are restored in."""
+    ours = {(PG_CLASS_OID, index.oid) for index in catalog.indexes}
+    ours |= {(PG_CONSTRAINT_OID, i.constraint_oid) for i in catalog.indexes if i.constraint_oid}
+    ours |= {(PG_CONSTRAINT_OID, key.oid) for key in catalog.foreign_keys}
+    before = [
+        entry
+        for entry in pre_data
+        if not _left_out(entry, settings)
+        and not (entry.catalog_oid == PG_NAMESPACE_OID and entry.object_oid in existing_schema_oids)
+    ]
+    lists = RestoreLists(before, [], [], [])
+    for entry in post_data:
+        if _left_out(entry, settings):
+            continue
+        if entry.description in ("INDEX", "CONSTRAINT", "FK CONSTRAINT") and (
+            (entry.catalog_oid, entry.object_oid) in ours
+        ):
+            lists.built_by_us.append(entry)
+        elif entry.description == "STATISTICS":
+            lists.before.append(entry)
+        elif entry.description in ("INDEX", "CONSTRAINT", "INDEX ATTACH"):
+            lists.attach.append(entry)
+        else:
+            lists.after.append(entry)
+    return lists
+
+
+def _left_out(entry: Entry, settings: SchemaSettings) -> bool:
+    is_extension_comment = entry.description == "COMMENT" and " EXTENSION " in f" {entry.rest} "
+    if entry.description == "EXTENSION" or is_extension_comment:
+        return settings.skip_extensions or (
+            is_extension_comment and settings.skip_extension_comments
+        )
+    return entry.description == "COLLATION" and settings.skip_collations

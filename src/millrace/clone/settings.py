@@ -1,0 +1,42 @@
+"""What a user asked of a clone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from millrace.clone.schema import SchemaSettings
+from millrace.clone.split import SplitSettings
+from millrace.config.dsn import Dsn
+
+
+@dataclass(frozen=True)
+class CloneSettings:
+    """Flags of `millrace clone`, after environment and defaults."""
+
+    source: Dsn
+    target: Dsn
+    directory: Path
+    table_jobs: int = 4
+    index_jobs: int = 4
+    restore_jobs: int = 4
+    large_objects_jobs: int = 4
+    split: SplitSettings = field(default_factory=SplitSettings)
+    schema: SchemaSettings = field(default_factory=SchemaSettings)
+    drop_if_exists: bool = False
+    roles: bool = False
+    role_passwords: bool = True
+    skip_large_objects: bool = False
+    skip_vacuum: bool = False
+    skip_database_properties: bool = False
+    fail_fast: bool = False
+    snapshot: str | None = None
+    maintenance_work_mem: str = "1GB"
+    restart: bool = False
+
+    def connections_needed(self) -> tuple[int, int]:
+        """The most sessions open at once on source and on target."""
+        moving = self.table_jobs + (0 if self.skip_large_objects else self.large_objects_jobs)
+        source = moving + 3  # snapshot holder, pg_dump, sequences
+        target = moving + max(self.index_jobs, self.restore_jobs) + self.table_jobs + 3
+        return source, target

@@ -1,0 +1,79 @@
+"""Reading the source under the snapshot: catalog, locks, samples.
+
+Invariant: every table that will be copied is locked against DROP, TRUNCATE and
+rewriting before it is trusted; a table rewritten between snapshot and lock is reported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import psycopg
+
+from millrace.clone import large_object
+from millrace.clone.settings import CloneSettings
+from millrace.clone.split import Sampled, SplitSettings, plan_part_count, plan_sample_percent
+from millrace.postgres import catalog
+from millrace.postgres.connect import server_encoding, translated
+from millrace.relation import SourceCatalog, Table
+
+Connection = psycopg.Connection[tuple[Any, ...]]
+
+
+def read_source(
+    connection: Connection, settings: CloneSettings, *, target_encoding: str
+) -> SourceCatalog:
+    """All that the plan is made from; locks the tables until the transaction ends."""
+    with translated("reading the source's catalog"):
+        tables = catalog.read_tables(
+            connection, same_encoding=server_encoding(connection) == target_encoding
+        )
+        catalog.lock_tables(connection, tables)
+        ranges, large_object_bytes = (
+            ([], 0)
+            if settings.skip_large_objects
+            else catalog.read_large_object_ranges(
+                connection,
+                bytes_per_range=large_object.BYTES_PER_RANGE,
+                objects_per_range=large_object.OBJECTS_PER_RANGE,
+            )
+        )
+        return SourceCatalog(
+            tables=tuple(tables),
+            indexes=tuple(catalog.read_indexes(connection)),
+            foreign_keys=tuple(catalog.read_foreign_keys(connection)),
+            sequences=tuple(catalog.read_sequences(connection)),
+            extensions=tuple(catalog.read_extensions(connection)),
+            partitioned_tables=tuple(catalog.read_relations_of_kind(connection, "p")),
+            materialized_views=tuple(catalog.read_relations_of_kind(connection, "m")),
+            schemas=catalog.read_schemas(connection),
+            families=read_families(connection),
+            large_object_ranges=tuple(ranges),
+            large_object_bytes=large_object_bytes,
+            rewritten=tuple(catalog.read_rewritten(connection, tables)),
+        )
+
+
+def read_families(connection: Connection) -> dict[int, int]:
+    """Each partition's root: locks on one of them reach the others."""
+    return {
+        oid: root
+        for oid, root in connection.execute(
+            "SELECT oid::int8, pg_partition_root(oid)::oid::int8 FROM pg_class"
+            " WHERE relispartition AND relkind IN ('r', 'p', 'f')"
+        )
+    }
+
+
+def sample_tables(
+    connection: Connection, tables: Iterable[Table], split: SplitSettings
+) -> dict[int, list[Sampled]]:
+    """Samples of the tables that will be split."""
+    samples = {}
+    for table in tables:
+        if plan_part_count(table, split) > 1:
+            with translated(f"sampling {table.label}"):
+                rows = catalog.sample_keys(connection, table, plan_sample_percent(table))
+            samples[table.oid] = [Sampled(key, weight) for key, weight in rows]
+    return samples

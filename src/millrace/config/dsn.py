@@ -1,0 +1,104 @@
+"""Connection strings: libpq's, with the password kept apart.
+
+Invariant: no rendering of a Dsn for people (`str`, `repr`, `identity`, the
+arguments of a program we start) contains a password. Only `conninfo()` and
+`program_environment()` do, and their results go to libpq and nowhere else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import quote
+
+from psycopg import ProgrammingError
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
+
+from millrace.errors import ConfigError
+from millrace.log import redact
+
+# The server is asked every so often if a silent connection still lives: a cut
+# network is noticed after 10 + 6 * 10 seconds instead of hours.
+DEFAULTS = {
+    "connect_timeout": "10",
+    "keepalives": "1",
+    "keepalives_idle": "10",
+    "keepalives_interval": "10",
+    "keepalives_count": "6",
+    "gssencmode": "disable",
+}
+
+
+@dataclass(frozen=True, repr=False)
+class Dsn:
+    """One database on one server, as a user named it."""
+
+    parameters: dict[str, str]
+    password: str = field(default="", repr=False)
+
+    @classmethod
+    def parse(cls, text: str, *, what: str = "connection string") -> Dsn:
+        """From a URI or a keyword/value string; PG* variables fill the rest at connect time."""
+        try:
+            given = {k: str(v) for k, v in conninfo_to_dict(text).items() if v is not None}
+        except ProgrammingError as error:
+            raise ConfigError(
+                f"the {what} is not a PostgreSQL connection string: {redact(str(error)).strip()}",
+                hint="write postgresql://user@host:5432/database or 'host=... dbname=...'",
+            ) from None
+        if "sslpassword" in given:
+            raise ConfigError(
+                f"the {what} has an sslpassword, which can't be handed to pg_dump safely",
+                hint="use a client key without a passphrase, readable only by you (mode 0600)",
+            )
+        return cls(given, given.pop("password", ""))
+
+    def conninfo(self, **more: str) -> str:
+        """For libpq only: contains the password."""
+        parameters = DEFAULTS | self.parameters | more
+        if self.password:
+            parameters["password"] = self.password
+        return make_conninfo("", **parameters)
+
+    def public_conninfo(self) -> str:
+        """A keyword/value string without a password, for arguments of programs."""
+        return make_conninfo("", **(DEFAULTS | self.parameters))
+
+    def program_environment(self) -> dict[str, str]:
+        """Variables for pg_dump and psql: how they get the password."""
+        return {"PGPASSWORD": self.password} if self.password else {}
+
+    def identity(self) -> str:
+        """Host, port, database and user as a URI: what a run is pinned to."""
+        p = self.parameters
+        user = quote(p.get("user", ""), safe="")
+        host = quote(
+            p.get("host", p.get("hostaddr", "")),
+            safe=",.:/" if "/" not in p.get("host", "") else "",
+        )
+        port = f":{p['port']}" if p.get("port") else ""
+        at = f"{user}@" if user else ""
+        return f"postgresql://{at}{host}{port}/{quote(p.get('dbname', ''), safe='')}"
+
+    def with_(self, **parameters: str) -> Dsn:
+        """The same server with other parameters."""
+        return Dsn(self.parameters | parameters, self.password)
+
+    def __str__(self) -> str:
+        return self.identity()
+
+    def __repr__(self) -> str:
+        return f"Dsn({self.identity()})"
+
+    def __hash__(self) -> int:
+        return hash((tuple(sorted(self.parameters.items())), self.password))
+
+
+def resolved(parameters: dict[str, Any], password: str) -> Dsn:
+    """A Dsn that needs no environment: built from what libpq ended up using."""
+    kept = {
+        k: str(v)
+        for k, v in parameters.items()
+        if v and k not in ("password", "passfile", "service")
+    }
+    return Dsn(kept, password)

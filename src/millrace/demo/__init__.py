@@ -1,0 +1,1 @@
+"""A busy shop database to try Millrace on."""

@@ -1,0 +1,106 @@
+"""The one exception tree; every class carries the exit code of the program.
+
+Invariant: an error keeps its facts and its hint through pickle, because errors
+raised in Spark tasks are reported by the driver. No error holds a row value or
+a password.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+
+class MillraceError(Exception):
+    """Something a person has to know about; `hint` says what to do next."""
+
+    exit_code: ClassVar[int] = 1
+
+    def __init__(self, message: str, *, hint: str = "", **facts: Any) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+        self.facts = facts
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_rebuild, (type(self), self.message, self.hint, self.facts))
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "error": type(self).__name__,
+            "message": self.message,
+            "hint": self.hint,
+            "exit_code": self.exit_code,
+            **self.facts,
+        }
+
+
+def _rebuild(
+    cls: type[MillraceError], message: str, hint: str, facts: dict[str, Any]
+) -> MillraceError:
+    return cls(message, hint=hint, **facts)
+
+
+class ConfigError(MillraceError):
+    """A setting, a flag or a file given by the user is wrong."""
+
+    exit_code = 2
+
+
+class PreflightError(MillraceError):
+    """The servers are not ready for the job; nothing was touched."""
+
+    exit_code = 3
+
+
+class WorkDirError(MillraceError):
+    """The work directory belongs to another run, is locked or is unusable."""
+
+    exit_code = 4
+
+
+class ServerError(MillraceError):
+    """A PostgreSQL server, or a program that talks to it, reported an error."""
+
+    exit_code = 5
+
+
+class ConnectionLost(ServerError):
+    """The connection broke; the same work may succeed on a new one."""
+
+
+class SlotLost(ServerError):
+    """The replication slot is gone or invalidated."""
+
+
+class SnapshotLost(ServerError):
+    """The exported snapshot can no longer be imported."""
+
+
+class FormatError(MillraceError):
+    """Bytes are not what the format says they must be."""
+
+    exit_code = 6
+
+
+class ApplyError(MillraceError):
+    """A change could not be applied exactly."""
+
+    exit_code = 7
+
+
+class SinkError(MillraceError):
+    """A sink refused a delivery."""
+
+    exit_code = 8
+
+
+class MismatchError(MillraceError):
+    """Source and target differ."""
+
+    exit_code = 9
+
+
+class InvariantError(MillraceError):
+    """A promise of the program itself is broken: a bug, please report it."""
+
+    exit_code = 70

@@ -1,0 +1,1 @@
+"""Connections, quoting, catalog queries, the COPY relay, pg_dump, embedded servers."""

@@ -1,0 +1,204 @@
+"""pg_dump, pg_restore, psql and pg_dumpall, run for their DDL.
+
+Invariant: a program's failure is our failure, with its first error line; no
+password is ever an argument or in a file.
+
+An entry of an archive is known by its catalog and object OID, never by its name.
+
+Facts: pg_restore --list prints `dumpId; catalogOid objectOid DESCRIPTION schema tag owner`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import subprocess
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from millrace.config.dsn import Dsn
+from millrace.errors import ServerError
+from millrace.log import redact
+from millrace.postgres.binaries import Installation
+
+log = logging.getLogger(__name__)
+
+# Descriptions of more than one word that matter to us; all others are the first word.
+_DESCRIPTIONS = (
+    "FK CONSTRAINT",
+    "CHECK CONSTRAINT",
+    "INDEX ATTACH",
+    "TABLE ATTACH",
+    "TABLE DATA",
+    "MATERIALIZED VIEW DATA",
+    "MATERIALIZED VIEW",
+    "EVENT TRIGGER",
+    "PUBLICATION TABLES IN SCHEMA",
+    "PUBLICATION TABLE",
+    "DEFAULT ACL",
+    "ROW SECURITY",
+    "STATISTICS DATA",
+    "SEQUENCE SET",
+    "SEQUENCE OWNED BY",
+)
+_ENTRY = re.compile(r"(\d+); (\d+) (\d+) (.*)")
+# pg_dump 17 and later write this for servers that may not know it.
+_UNKNOWN_BEFORE_17 = "SET transaction_timeout = 0;\n"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A line of an archive's table of contents."""
+
+    line: str
+    catalog_oid: int
+    object_oid: int
+    description: str
+    # Schema, tag and owner, as printed.
+    rest: str
+
+
+def parse_toc(text: str) -> list[Entry]:
+    """The entries of `pg_restore --list`, in restore order."""
+    entries = []
+    for line in text.splitlines():
+        match = _ENTRY.fullmatch(line)
+        if not match:
+            continue
+        words = match[4]
+        description = next((d for d in _DESCRIPTIONS if words.startswith(d + " ")), None)
+        if description is None:
+            description = words.split(" ", 1)[0]
+        rest = words[len(description) + 1 :]
+        entries.append(Entry(line, int(match[2]), int(match[3]), description, rest))
+    return entries
+
+
+@dataclass(frozen=True)
+class Archive:
+    """A dumped schema on disk, and the programs that read it."""
+
+    path: Path
+    tools: Installation
+
+    def entries(self, section: str) -> list[Entry]:
+        """The table of contents of `pre-data` or `post-data`."""
+        command = [
+            str(self.tools.bindir / "pg_restore"),
+            "--list",
+            f"--section={section}",
+            str(self.path),
+        ]
+        return parse_toc(_run(command, "reading the dumped schema").stdout)
+
+    def script(self, entries: Iterable[Entry], name: str, options: Sequence[str] = ()) -> Path:
+        """The SQL of some entries, in a file beside the archive."""
+        listing = self.path.with_name(f"{name}.list")
+        listing.write_text("".join(f"{entry.line}\n" for entry in entries))
+        script = self.path.with_name(f"{name}.sql")
+        command = [
+            str(self.tools.bindir / "pg_restore"),
+            f"--use-list={listing}",
+            f"--file={script}",
+            *options,
+            str(self.path),
+        ]
+        _run(command, "turning the dumped schema into SQL")
+        return script
+
+
+def dump_schema(tools: Installation, source: Dsn, snapshot: str | None, path: Path) -> Archive:
+    """Dump everything but data, under the snapshot."""
+    command = [
+        str(tools.bindir / "pg_dump"),
+        "--format=custom",
+        "--section=pre-data",
+        "--section=post-data",
+        "--no-blobs",
+        "--exclude-schema=millrace",
+        f"--file={path}",
+        f"--dbname={source.public_conninfo()}",
+    ]
+    if snapshot is not None:
+        command.append(f"--snapshot={snapshot}")
+    _run(command, "dumping the schema of the source", source)
+    return Archive(path, tools)
+
+
+def dump_roles(tools: Installation, source: Dsn, *, passwords: bool) -> str:
+    """CREATE ROLE, ALTER ROLE and GRANT statements; kept in memory, they hold password hashes."""
+    command = [
+        str(tools.bindir / "pg_dumpall"),
+        "--roles-only",
+        f"--dbname={source.public_conninfo()}",
+    ]
+    if not passwords:
+        command.append("--no-role-passwords")
+    return _run(command, "reading the roles of the source", source).stdout
+
+
+def run_script(
+    tools: Installation,
+    target: Dsn,
+    script: str,
+    what: str,
+    *,
+    target_version: int,
+    single_transaction: bool = True,
+) -> None:
+    """Run SQL on the target with psql, stopping at the first error."""
+    if target_version < 170000:
+        script = script.replace(_UNKNOWN_BEFORE_17, "", 1)
+    command = [
+        str(tools.bindir / "psql"),
+        "--no-psqlrc",
+        "--quiet",
+        "--output=/dev/null",
+        "--set=ON_ERROR_STOP=1",
+        f"--dbname={target.public_conninfo()}",
+        *(["--single-transaction"] if single_transaction else []),
+    ]
+    _run(command, what, target, stdin=script)
+
+
+def _run(
+    command: list[str], what: str, dsn: Dsn | None = None, *, stdin: str | None = None
+) -> subprocess.CompletedProcess[str]:
+    log.debug("running %s", redact(" ".join(command)))
+    environment = os.environ | {"LC_MESSAGES": "C", "PGAPPNAME": "millrace schema"}
+    environment["PGOPTIONS"] = "-c client_min_messages=warning"
+    if dsn is not None:
+        environment |= dsn.program_environment()
+    process = subprocess.run(
+        command,
+        input=stdin,
+        stdin=subprocess.DEVNULL if stdin is None else None,
+        capture_output=True,
+        text=True,
+        errors="surrogateescape",
+        env=environment,
+    )
+    if process.returncode:
+        raise ServerError(
+            f"{what}: {_first_error(process.stderr)}",
+            hint=f"the whole output of {Path(command[0]).name} is in the debug log (--verbose)",
+            exit_status=process.returncode,
+        )
+    return process
+
+
+def _first_error(stderr: str) -> str:
+    """The first line that says ERROR or FATAL with what follows it, or the first line at all."""
+    log.debug("the program wrote: %s", stderr)
+    lines = stderr.strip().splitlines() or ["it failed without a word"]
+    for at, line in enumerate(lines):
+        if re.search(r"\b(ERROR|FATAL|error|fatal):", line):
+            details = [
+                rest.strip()
+                for rest in lines[at + 1 : at + 3]
+                if rest.startswith(("DETAIL:", "HINT:"))
+            ]
+            return redact(" ".join([re.sub(r"^psql:<stdin>:\d+: ", "", line), *details]))
+    return redact(lines[0])

@@ -1,0 +1,66 @@
+"""Bare libpq sessions, for COPY and for tasks.
+
+Invariant: a session starts with the same settings as `connect` gives; every result
+is looked at, and the first error is raised as ours.
+"""
+
+from __future__ import annotations
+
+from psycopg import Error as PsycopgError
+from psycopg import pq
+from psycopg.pq.abc import PGconn, PGresult
+
+from millrace.config.dsn import Dsn
+from millrace.errors import ConnectionLost, InvariantError, MillraceError
+from millrace.postgres.connect import APPLICATION, error_for, session_sql
+
+
+def open_session(dsn: Dsn, role: str, encoding: str) -> PGconn:
+    """Connect; `encoding` is the client encoding, which both ends of a COPY must share."""
+    connection = pq.PGconn.connect(dsn.conninfo(application_name=f"{APPLICATION} {role}").encode())
+    if connection.status != pq.ConnStatus.OK:
+        message = connection.error_message.decode(errors="replace").strip()
+        connection.finish()
+        raise error_for(None, message, f"can't connect to {dsn}")
+    execute(connection, session_sql(connection.server_version, client_encoding=encoding))
+    return connection
+
+
+def execute(connection: PGconn, statements: str) -> list[PGresult]:
+    """Run statements in one message; all their results, or the first error."""
+    try:
+        connection.send_query(statements.encode())
+    except PsycopgError as error:
+        raise ConnectionLost(f"the connection broke: {error}".strip(), sqlstate=None) from error
+    results = drain(connection)
+    for result in results:
+        if result.status not in (pq.ExecStatus.TUPLES_OK, pq.ExecStatus.COMMAND_OK):
+            raise result_error(result, statements.split(maxsplit=1)[0])
+    if not results:
+        raise InvariantError("a query had no result")
+    return results
+
+
+def drain(connection: PGconn) -> list[PGresult]:
+    """Every result up to the end of the message."""
+    results = []
+    while (result := connection.get_result()) is not None:
+        results.append(result)
+    return results
+
+
+def result_error(result: PGresult, what: str) -> MillraceError:
+    """Our error for a failed result."""
+
+    def field(code: pq.DiagnosticField) -> str | None:
+        value = result.error_field(code)
+        return value.decode(errors="replace") if value else None
+
+    return error_for(
+        field(pq.DiagnosticField.SQLSTATE),
+        field(pq.DiagnosticField.MESSAGE_PRIMARY)
+        or result.error_message.decode(errors="replace").strip()
+        or "the connection broke",
+        what,
+        where=field(pq.DiagnosticField.CONTEXT),
+    )

@@ -1,0 +1,117 @@
+"""Our records on the target: which run owns it, which parts are committed.
+
+Invariant: a part's record is written in the transaction that writes its rows,
+by a task that holds the part's lock and belongs to the run's present epoch.
+Whoever finds the record has nothing left to do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import psycopg
+
+from millrace.postgres.quote import literal
+
+Connection = psycopg.Connection[tuple[Any, ...]]
+
+# Large objects are recorded as parts of this catalog.
+LARGE_OBJECTS_OID = 2613
+
+INSTALL = """
+CREATE SCHEMA IF NOT EXISTS millrace;
+COMMENT ON SCHEMA millrace IS 'records of a running millrace; dropped when it is done';
+CREATE TABLE IF NOT EXISTS millrace.run (
+    run_id text PRIMARY KEY,
+    epoch int NOT NULL DEFAULT 1,
+    source text NOT NULL,
+    started_at timestamptz NOT NULL DEFAULT clock_timestamp()
+);
+CREATE TABLE IF NOT EXISTS millrace.copied_part (
+    id bigserial,
+    run_id text NOT NULL REFERENCES millrace.run,
+    table_oid oid NOT NULL,
+    part int NOT NULL,
+    rows bigint NOT NULL,
+    bytes bigint NOT NULL,
+    seconds float8 NOT NULL,
+    attempt int NOT NULL,
+    PRIMARY KEY (run_id, table_oid, part)
+);
+"""
+
+
+@dataclass(frozen=True)
+class CopiedPart:
+    """A part that is committed on the target."""
+
+    table_oid: int
+    part: int
+    rows: int
+    bytes: int
+    seconds: float
+
+
+def open_run(connection: Connection, run_id: str, source: str) -> int:
+    """Make the records, or find them; the epoch that tasks of this process belong to.
+
+    A process that goes on with a run raises the epoch first: tasks that an earlier process
+    left behind find it changed and stop.
+    """
+    with connection.transaction():
+        connection.execute(INSTALL)
+        row = connection.execute(
+            "INSERT INTO millrace.run (run_id, source) VALUES (%s, %s)"
+            " ON CONFLICT (run_id) DO UPDATE SET epoch = run.epoch + 1 RETURNING epoch",
+            (run_id, source),
+        ).fetchone()
+    assert row is not None
+    return int(row[0])
+
+
+def read_copied_parts(
+    connection: Connection, run_id: str, after_id: int = 0
+) -> list[tuple[int, CopiedPart]]:
+    """(id, part) committed so far; ids rise, but those in flight may commit out of order."""
+    rows = connection.execute(
+        "SELECT id, table_oid::int8, part, rows, bytes, seconds FROM millrace.copied_part"
+        " WHERE run_id = %s AND id > %s",
+        (run_id, after_id),
+    )
+    return [(row[0], CopiedPart(*row[1:])) for row in rows]
+
+
+def drop_records(connection: Connection) -> None:
+    """Remove every trace of ours from the target."""
+    connection.execute("DROP SCHEMA IF EXISTS millrace CASCADE")
+
+
+def claim_sql(run_id: str, epoch: int, table_oid: int, part: int) -> str:
+    """Open a transaction and lock the part; two result sets follow the lock: the run's row if
+    this task may write, the part's record if there is nothing left to write."""
+    return (
+        "BEGIN ISOLATION LEVEL READ COMMITTED;"
+        f" SELECT pg_advisory_xact_lock({lock_key_sql(run_id, table_oid, part)});"
+        f" SELECT FROM millrace.run WHERE run_id = {literal(run_id)} AND epoch = {epoch}"
+        " FOR SHARE;"
+        " SELECT rows, bytes, seconds FROM millrace.copied_part"
+        f" WHERE run_id = {literal(run_id)} AND table_oid = {table_oid} AND part = {part}"
+    )
+
+
+def record_sql(
+    run_id: str, table_oid: int, part: int, rows: int, size: int, seconds: float, attempt: int
+) -> str:
+    """Write the part's record and commit it with the rows."""
+    return (
+        "INSERT INTO millrace.copied_part"
+        " (run_id, table_oid, part, rows, bytes, seconds, attempt) VALUES"
+        f" ({literal(run_id)}, {table_oid}, {part}, {rows}, {size}, {seconds:.6f}, {attempt});"
+        " COMMIT"
+    )
+
+
+def lock_key_sql(run_id: str, table_oid: int, part: int) -> str:
+    """The advisory lock of a part."""
+    return f"hashtextextended({literal(f'millrace {run_id} {table_oid} {part}')}, 0)"

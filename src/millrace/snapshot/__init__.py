@@ -1,0 +1,1 @@
+"""One view of the source shared by many connections."""

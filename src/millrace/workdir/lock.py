@@ -1,0 +1,44 @@
+"""One run per work directory.
+
+Invariant: at most one living process holds the lock of a directory; the lock of
+a dead process is taken over. The kernel's lock decides, the pid in the file is
+for people.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from millrace.errors import WorkDirError
+
+
+@contextmanager
+def open_lock(directory: Path) -> Iterator[None]:
+    """Hold the directory, or say who does."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        file = (directory / "millrace.pid").open("a+")
+    except OSError as error:
+        raise WorkDirError(
+            f"can't use the work directory {directory}: {error.strerror}",
+            hint="choose another one with --dir",
+        ) from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise WorkDirError(
+                f"another millrace is running in {directory}: {file.read().strip()}",
+                hint="wait for it, stop it, or choose another directory with --dir",
+            ) from None
+        file.seek(0)
+        file.truncate()
+        file.write(f"pid {os.getpid()} since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
+        file.flush()
+        yield

@@ -1,0 +1,205 @@
+"""The SQLite catalog of one run: what it was set up for, its plan, its timings.
+
+Invariant: it is the plan and the cache; what is done is recorded on the target.
+It holds no password. Any thread may call any method.
+
+`sqlite3 DIR/schema/source.db 'select * from setup'` reads well.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from millrace.relation import Part, SourceCatalog
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS setup (
+    id INTEGER PRIMARY KEY CHECK (id = 1),
+    run_id TEXT NOT NULL,
+    millrace_version TEXT NOT NULL,
+    source TEXT NOT NULL,
+    target TEXT NOT NULL,
+    snapshot TEXT,
+    split_tables_larger_than INTEGER NOT NULL,
+    split_max_parts INTEGER NOT NULL,
+    started_at TEXT NOT NULL,
+    finished_at TEXT
+);
+CREATE TABLE IF NOT EXISTS tables (
+    oid INTEGER PRIMARY KEY, schema TEXT, name TEXT, heap_bytes INTEGER, total_bytes INTEGER,
+    estimated_rows INTEGER, split_key TEXT, format TEXT, format_reason TEXT
+);
+CREATE TABLE IF NOT EXISTS parts (
+    table_oid INTEGER, number INTEGER, total INTEGER, bounds TEXT, condition TEXT,
+    estimated_rows INTEGER, estimated_bytes INTEGER, PRIMARY KEY (table_oid, number)
+);
+CREATE TABLE IF NOT EXISTS indexes (
+    oid INTEGER PRIMARY KEY, table_oid INTEGER, schema TEXT, name TEXT, definition TEXT,
+    constraint_name TEXT, constraint_type TEXT
+);
+CREATE TABLE IF NOT EXISTS foreign_keys (
+    oid INTEGER PRIMARY KEY, schema TEXT, table_name TEXT, name TEXT, definition TEXT
+);
+CREATE TABLE IF NOT EXISTS sequences (
+    oid INTEGER PRIMARY KEY, schema TEXT, name TEXT, last_value INTEGER, is_called INTEGER
+);
+CREATE TABLE IF NOT EXISTS timings (
+    kind TEXT, oid INTEGER, part INTEGER, label TEXT, started_at TEXT, seconds REAL,
+    rows INTEGER, bytes INTEGER, PRIMARY KEY (kind, oid, part, label)
+);
+"""
+
+
+class Store:
+    """The open catalog of a run."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._database = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+        self._lock = threading.RLock()
+        self._database.execute("PRAGMA journal_mode = WAL")
+        self._database.executescript(SCHEMA)
+
+    def close(self) -> None:
+        self._database.close()
+
+    def setup(self) -> dict[str, Any] | None:
+        """What the directory was set up for; None if it is new."""
+        with self._lock:
+            cursor = self._database.execute("SELECT * FROM setup")
+            row = cursor.fetchone()
+            return dict(zip((d[0] for d in cursor.description), row, strict=True)) if row else None
+
+    def write_setup(self, **values: Any) -> None:
+        """Pin the run to its source, target, snapshot and split settings."""
+        self._insert("setup", [{"id": 1, "started_at": _now(), **values}])
+
+    def write_finished(self) -> None:
+        with self._lock:
+            self._database.execute("UPDATE setup SET finished_at = ?", (_now(),))
+
+    def write_plan(self, catalog: SourceCatalog, parts: Iterable[Part]) -> None:
+        """The whole plan in one transaction."""
+        with self._transaction():
+            self._insert(
+                "tables",
+                (
+                    {
+                        "oid": t.oid,
+                        "schema": t.schema,
+                        "name": t.name,
+                        "heap_bytes": t.heap_bytes,
+                        "total_bytes": t.total_bytes,
+                        "estimated_rows": t.estimated_rows,
+                        "split_key": t.split_key.column if t.split_key else None,
+                        "format": "text" if t.text_reason else "binary",
+                        "format_reason": t.text_reason or None,
+                    }
+                    for t in catalog.tables
+                ),
+            )
+            self._insert("parts", (vars(part) for part in parts))
+            self._insert(
+                "indexes",
+                (
+                    {
+                        "oid": i.oid,
+                        "table_oid": i.table_oid,
+                        "schema": i.schema,
+                        "name": i.name,
+                        "definition": i.definition,
+                        "constraint_name": i.constraint_name,
+                        "constraint_type": i.constraint_type,
+                    }
+                    for i in catalog.indexes
+                ),
+            )
+            self._insert(
+                "foreign_keys",
+                (
+                    {
+                        "oid": k.oid,
+                        "schema": k.schema,
+                        "table_name": k.table,
+                        "name": k.name,
+                        "definition": k.definition,
+                    }
+                    for k in catalog.foreign_keys
+                ),
+            )
+            self._insert("sequences", (vars(sequence) for sequence in catalog.sequences))
+
+    def write_timing(
+        self,
+        kind: str,
+        label: str,
+        seconds: float,
+        *,
+        oid: int = 0,
+        part: int = 0,
+        rows: int = 0,
+        size: int = 0,
+    ) -> None:
+        """How long a piece of work took: kind is step, copy, index, constraint or vacuum."""
+        self._insert(
+            "timings",
+            [
+                {
+                    "kind": kind,
+                    "oid": oid,
+                    "part": part,
+                    "label": label,
+                    "started_at": _now(-seconds),
+                    "seconds": seconds,
+                    "rows": rows,
+                    "bytes": size,
+                }
+            ],
+        )
+
+    def read_timings(self, kind: str) -> list[dict[str, Any]]:
+        with self._lock:
+            cursor = self._database.execute(
+                "SELECT * FROM timings WHERE kind = ? ORDER BY started_at, oid, part", (kind,)
+            )
+            names = [d[0] for d in cursor.description]
+            return [dict(zip(names, row, strict=True)) for row in cursor]
+
+    def _insert(self, table: str, rows: Iterable[dict[str, Any]]) -> None:
+        with self._lock:
+            for row in rows:
+                names = ", ".join(row)
+                marks = ", ".join("?" for _ in row)
+                self._database.execute(
+                    f"INSERT OR REPLACE INTO {table} ({names}) VALUES ({marks})",
+                    tuple(row.values()),
+                )
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        with self._lock:
+            self._database.execute("BEGIN")
+            try:
+                yield
+            except BaseException:
+                self._database.execute("ROLLBACK")
+                raise
+            self._database.execute("COMMIT")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replace a JSON file in one step."""
+    draft = path.with_suffix(".tmp")
+    draft.write_text(json.dumps(value, indent=2, default=str) + "\n")
+    draft.replace(path)
+
+
+def _now(offset_seconds: float = 0.0) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time.time() + offset_seconds))

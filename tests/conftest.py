@@ -1,0 +1,51 @@
+"""The servers of a test run: two clusters for all tests, one database for each."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+
+from millrace.postgres.binaries import server_installations
+from millrace.postgres.embedded import Cluster, open_cluster
+
+_numbers = itertools.count(1)
+
+
+@pytest.fixture(scope="session")
+def source_cluster() -> Iterator[Cluster]:
+    with open_cluster(16, tcp=True) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="session")
+def target_cluster() -> Iterator[Cluster]:
+    with open_cluster(18, tcp=True) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="session")
+def system_cluster() -> Iterator[Cluster]:
+    """A server packaged by somebody else: another version, other build options."""
+    found = [i for i in server_installations() if i.origin != "wheel"]
+    if not found:
+        pytest.skip("no PostgreSQL server of the system")
+    with open_cluster(found[0].version, installation=found[0], tcp=True) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def source_db(source_cluster: Cluster) -> Iterator[str]:
+    yield from _fresh_database(source_cluster, "source")
+
+
+@pytest.fixture
+def target_db(target_cluster: Cluster) -> Iterator[str]:
+    yield from _fresh_database(target_cluster, "target")
+
+
+def _fresh_database(cluster: Cluster, role: str) -> Iterator[str]:
+    name = f"{role}_{next(_numbers)}"
+    yield cluster.create_database(name)
+    cluster.drop_database(name)

@@ -1,0 +1,63 @@
+"""The benchmark's stop-watch counts every process of a contestant."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from bench.measure import Usage, run_measured
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+ROOT = Path(__file__).resolve().parents[2]
+# Burns CPU, then idles until the sampler has surely seen it.
+BURN = """
+import os, signal, sys, time
+def burn(seconds):
+    while time.process_time() < seconds: pass
+    time.sleep(0.5)
+"""
+
+
+def measure(script: str, tmp_path: Path, timeout_seconds: float = 60) -> Usage:
+    return run_measured(
+        [sys.executable, "-c", BURN + script],
+        tmp_path,
+        source_pid=os.getpid(),
+        target_pid=os.getpid(),
+        timeout_seconds=timeout_seconds,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+
+
+def test_cpu_of_an_orphan_is_counted(tmp_path: Path) -> None:
+    usage = measure("if os.fork() == 0: burn(0.5)", tmp_path)
+    assert usage.exit_code == 0
+    assert usage.client_cpu_seconds >= 0.5
+
+
+def test_cpu_of_a_child_nobody_waits_for_is_counted(tmp_path: Path) -> None:
+    script = """
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+if os.fork() == 0: burn(0.5)
+else: time.sleep(2)
+"""
+    assert measure(script, tmp_path).client_cpu_seconds >= 0.5
+
+
+def test_memory_is_the_sum_over_the_tree(tmp_path: Path) -> None:
+    usage = measure("os.fork(); block = b'x' * 50_000_000; time.sleep(1)", tmp_path)
+    assert 100e6 < usage.peak_memory_bytes < 200e6
+
+
+def test_exit_code_and_output_are_kept(tmp_path: Path) -> None:
+    assert measure("sys.exit('no such table')", tmp_path).exit_code == 1
+    assert (tmp_path / "log").read_text() == "no such table\n"
+
+
+def test_contestant_that_does_not_end_is_killed(tmp_path: Path) -> None:
+    usage = measure("os.fork(); time.sleep(600)", tmp_path, timeout_seconds=1)
+    assert usage.exit_code == -9
+    assert usage.killed_processes == 2

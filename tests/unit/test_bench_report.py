@@ -1,0 +1,107 @@
+"""The benchmark's arithmetic: medians, ratios, and the tables made of them."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from bench.report import (
+    DID_NOT_RUN,
+    RIGHT,
+    WRONG,
+    Comparison,
+    Ratio,
+    Run,
+    assemble,
+    median,
+    medians,
+    print_result,
+    render_markdown,
+    write_json,
+)
+from rich.console import Console
+
+WHOLE = Comparison("whole", "wall_seconds", ("A", "we"), ("A", "they"), 0.9)
+FACTS = {
+    "rounds": 3,
+    "machine": {"cores": 2, "cpu": "a cpu", "memory_bytes": 8e9, "versions": {"python": "3.11"}},
+    "data_sets": {"A": {"title": "a title", "heap_bytes": 3e9, "index_bytes": 1e9}},
+}
+
+
+def run(contestant: str, wall: float, number: int = 1, outcome: str = RIGHT) -> Run:
+    return Run("A", contestant, number, outcome, figures={"wall_seconds": wall})
+
+
+@pytest.fixture
+def result() -> dict[str, Any]:
+    refused = Run("A", "a | b", 1, DID_NOT_RUN, "not installed")
+    runs = [run("we", 9.0), run("they", 12.0), refused, replace(refused, round=2)]
+    return assemble("clone", runs, {"whole": WHOLE.ratio(runs)}, FACTS)
+
+
+def test_median_is_taken_over_the_rounds() -> None:
+    runs = [run("we", 9.0, 1), run("we", 30.0, 2), run("we", 10.0, 3), run("they", 1.0)]
+    assert median(runs, "A", "we", "wall_seconds") == 10.0
+
+
+def test_wrong_run_enters_no_median() -> None:
+    runs = [run("we", 1.0, 1, WRONG), run("we", 9.0, 2)]
+    assert median(runs, "A", "we", "wall_seconds") == 9.0
+
+
+def test_contestant_without_a_right_run_is_listed_without_figures() -> None:
+    assert medians([run("we", 1.0, 1, WRONG)]) == {"A": {"we": {}}}
+
+
+def test_ratio_is_ours_over_theirs() -> None:
+    ratio = WHOLE.ratio([run("we", 9.0), run("they", 12.0)])
+    assert ratio == Ratio(0.75, 0.9)
+    assert ratio.met
+
+
+@pytest.mark.parametrize("present", ["we", "they"])
+def test_ratio_with_one_side_has_no_value_but_a_reason(present: str) -> None:
+    ratio = WHOLE.ratio([run(present, 9.0)])
+    assert ratio.value is None
+    assert ratio.met is None
+    assert ("they" if present == "we" else "we") in ratio.reason
+
+
+def test_ratio_above_its_goal_is_not_met() -> None:
+    assert Ratio(1.0, 0.9).met is False
+    assert Ratio(1.0).met is None
+
+
+def test_result_file_has_runs_ratios_and_facts(result: dict[str, Any], tmp_path: Any) -> None:
+    file = tmp_path / "results" / "clone.json"
+    write_json(result, file)
+    read = json.loads(file.read_text())
+    assert read["ratios"]["whole"] == {
+        "value": 0.75,
+        "goal": 0.9,
+        "better": "lower",
+        "reason": "",
+    }
+    assert [r["contestant"] for r in read["runs"]] == ["we", "they", "a | b", "a | b"]
+    assert read["machine"]["cores"] == 2
+
+
+def test_markdown_has_each_contestant_each_ratio_and_each_failure(result: dict[str, Any]) -> None:
+    lines = render_markdown(result).splitlines()
+    assert "| contestant | wall s |" in lines
+    assert "| we | 9.0 |" in lines
+    assert r"| a \| b |  |" in lines
+    assert "| whole | 0.75 | 0.9 | yes |" in lines
+    assert lines[-1] == "- a | b on A: did not run: not installed (round 1, 2)"
+
+
+def test_printed_tables_name_what_did_not_run(result: dict[str, Any]) -> None:
+    console = Console(file=io.StringIO(), width=140)
+    print_result(result, console)
+    printed = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "0.75" in printed
+    assert "did not run: not installed" in printed

@@ -30,9 +30,9 @@ app = typer.Typer(help="Show what the source holds, and how it would be cut.", n
 def tables(source: options.Source = "", as_json: options.AsJson = False) -> None:
     """Tables with rows of their own, the largest first."""
     setup_logging(quiet=True)
-    with connect(options.parse_dsn(source, "source"), "list") as connection:
-        with translated("reading the source's catalog"):
-            found = catalog.read_tables(connection)
+    dsn = options.parse_dsn(source, "source")
+    with connect(dsn, "list") as connection, translated("reading the source's catalog"):
+        found = catalog.read_tables(connection)
     found.sort(key=lambda table: (-table.total_bytes, table.label))
     if as_json:
         print(json.dumps([asdict(table) for table in found]))

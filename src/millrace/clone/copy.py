@@ -189,7 +189,8 @@ class _Pair:
         return Outcome(part.table_oid, part.part, part.label, copied.rows, copied.bytes, seconds)
 
     def _relay(self, part: PartStatements) -> Copied:
-        assert self._source is not None and self._target is not None
+        assert self._source is not None
+        assert self._target is not None
         return relay(
             self._source,
             self._target,

@@ -26,11 +26,7 @@ def vacuum_table(connection: Connection, table: Table) -> None:
         try:
             connection.execute(f"VACUUM (ANALYZE) {name}")
         except psycopg.errors.IndeterminateCollation as error:
-            log.warning(
-                "%s can't be analyzed, on the source neither: %s",
-                table.label,
-                error.diag.message_primary,
-            )
+            log.warning("%s can't be analyzed: %s", table.label, error.diag.message_primary)
             connection.execute(f"VACUUM {name}")
 
 

@@ -7,8 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from millrace.clone.progress import Progress
 from millrace.postgres.binaries import server_installations
 from millrace.postgres.embedded import Cluster, open_cluster
+from millrace.spark.session import Engine, default_master
 
 _numbers = itertools.count(1)
 
@@ -49,3 +51,41 @@ def _fresh_database(cluster: Cluster, role: str) -> Iterator[str]:
     name = f"{role}_{next(_numbers)}"
     yield cluster.create_database(name)
     cluster.drop_database(name)
+
+
+class SharedEngine(Engine):
+    """The one Spark application of a test run: a clone that starts and closes it does neither."""
+
+    def start(self) -> Engine:
+        return self
+
+    def close(self) -> None:
+        return
+
+    def close_for_good(self) -> None:
+        super().close()
+
+
+@pytest.fixture(scope="session")
+def engine() -> Iterator[Engine]:
+    """Spark, started once; `engine.call` runs task bodies in real Python workers."""
+    shared = SharedEngine(default_master(8))
+    Engine.start(shared)
+    yield shared
+    shared.close_for_good()
+
+
+class NoDisplay:
+    """A reporter that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.steps: list[str] = []
+
+    def update(self, progress: Progress) -> None:
+        if not self.steps or self.steps[-1] != progress.step:
+            self.steps.append(progress.step)
+
+
+@pytest.fixture
+def reporter() -> NoDisplay:
+    return NoDisplay()

@@ -32,15 +32,15 @@ def large_object_statements(
     between = f"m.oid BETWEEN {objects.first_oid} AND {objects.last_oid}"
     copy_out = f"""COPY (
         SELECT m.oid, NULL::int8 AS at, NULL::bytea AS data,
-               ARRAY[pg_get_userbyid(m.lomowner)::text, obj_description(m.oid, 'pg_largeobject')]
+               ARRAY[pg_get_userbyid(m.lomowner)::text, obj_description(m.oid, 'pg_largeobject'),
+                     (m.lomacl IS NOT NULL)::text]
                || (SELECT array_agg(i.item ORDER BY a.n, i.k)
                      FROM aclexplode(m.lomacl) WITH ORDINALITY
                           AS a(grantor, grantee, privilege, grantable, n),
                           unnest(ARRAY[
                             CASE a.grantee WHEN 0 THEN NULL
                               ELSE pg_get_userbyid(a.grantee)::text END,
-                            a.privilege, a.grantable::text]) WITH ORDINALITY AS i(item, k)
-                    WHERE a.grantee <> m.lomowner) AS about
+                            a.privilege, a.grantable::text]) WITH ORDINALITY AS i(item, k)) AS about
           FROM pg_largeobject_metadata m WHERE {between}
         UNION ALL
         SELECT m.oid, c * {CHUNK_BYTES}, lo_get(m.oid, c * {CHUNK_BYTES}, {CHUNK_BYTES}), NULL
@@ -57,23 +57,28 @@ def large_object_statements(
     after = f"""{unlink}SELECT lo_create(oid) FROM millrace_lo WHERE at IS NULL;
         SELECT lo_put(oid, at, data) FROM millrace_lo WHERE at IS NOT NULL;
         DO $millrace$
-        DECLARE o record; grant_at int; grantee text; option text;
+        DECLARE o record; item int; grantee text; option text;
         BEGIN
           FOR o IN SELECT oid, about FROM millrace_lo WHERE at IS NULL LOOP
             IF {str(comments).lower()} AND o.about[2] IS NOT NULL THEN
               EXECUTE format('COMMENT ON LARGE OBJECT %s IS %L', o.oid, o.about[2]);
             END IF;
-            grant_at := 3;
-            WHILE {str(acl).lower()} AND grant_at < cardinality(o.about) LOOP
-              grantee := coalesce(quote_ident(o.about[grant_at]), 'PUBLIC');
-              option := CASE WHEN o.about[grant_at + 2]::bool THEN ' WITH GRANT OPTION' ELSE '' END;
-              EXECUTE format('GRANT %s ON LARGE OBJECT %s TO %s%s',
-                             o.about[grant_at + 1], o.oid, grantee, option);
-              grant_at := grant_at + 3;
-            END LOOP;
             IF {str(owner).lower()} AND o.about[1] <> current_user THEN
               EXECUTE format('ALTER LARGE OBJECT %s OWNER TO %I', o.oid, o.about[1]);
             END IF;
+            IF {str(acl).lower()} AND o.about[3]::bool THEN
+              -- Grants were made or taken, the owner's own perhaps too: start from none.
+              EXECUTE format('REVOKE ALL ON LARGE OBJECT %s FROM %I', o.oid, o.about[1]);
+            END IF;
+            item := 4;
+            WHILE {str(acl).lower()} AND item < cardinality(o.about) LOOP
+              grantee := coalesce(quote_ident(o.about[item]), 'PUBLIC');
+              option := CASE WHEN o.about[item + 2]::bool AND o.about[item] <> o.about[1]
+                             THEN ' WITH GRANT OPTION' ELSE '' END;
+              EXECUTE format('GRANT %s ON LARGE OBJECT %s TO %s%s',
+                             o.about[item + 1], o.oid, grantee, option);
+              item := item + 3;
+            END LOOP;
           END LOOP;
         END $millrace$"""
     return PartStatements(

@@ -40,7 +40,7 @@ from millrace.clone.target import (
     truncate_tables,
 )
 from millrace.clone.vacuum import analyze_partitioned
-from millrace.errors import MillraceError, SnapshotLost, WorkDirError
+from millrace.errors import MillraceError, PreflightError, SnapshotLost, WorkDirError
 from millrace.postgres import record
 from millrace.postgres.binaries import find_tools
 from millrace.postgres.connect import (
@@ -146,9 +146,13 @@ class _Run:
             problems = preflight.check(source, target, settings)
             self.target_version = target.info.server_version
             self.target_encoding = server_encoding(target)
-            self.tools = find_tools(
-                source.info.server_version // 10000, "pg_dump", "pg_restore", "psql", "pg_dumpall"
-            )
+            # pg_dump must not be older than the source; the target's writes best for the target.
+            newest = max(source.info.server_version, target.info.server_version) // 10000
+            programs = ("pg_dump", "pg_restore", "psql", "pg_dumpall")
+            try:
+                self.tools = find_tools(newest, *programs)
+            except PreflightError:
+                self.tools = find_tools(source.info.server_version // 10000, *programs)
         warnings = [problem for problem in problems if problem.is_warning]
         for problem in warnings:
             log.warning("%s: %s", problem.side, problem.what)

@@ -182,7 +182,7 @@ def clone(
         return
     slots = table_jobs + (0 if skip_large_objects else large_objects_jobs)
     engine = Engine(master or default_master(slots), spark_conf, directory / "spark.log")
-    with open_display(quiet=quiet) as display:
+    with engine, open_display(quiet=quiet) as display:
         result = run_clone(settings, engine, display)
     assert result.summary is not None
     if as_json:

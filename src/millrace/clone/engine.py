@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 A = TypeVar("A")
 R = TypeVar("R")
@@ -15,8 +15,8 @@ class Engine(Protocol):
     # How long it took until tasks could run.
     start_seconds: float
 
-    def start(self) -> Any:
-        """Begin to start; returns at once."""
+    def start(self) -> None:
+        """Begin to start, if that has not begun; returns at once."""
 
     def wait(self) -> float:
         """Wait until tasks can run; the seconds waited."""
@@ -26,6 +26,3 @@ class Engine(Protocol):
 
     def cancel(self) -> None:
         """Stop every running task."""
-
-    def close(self) -> None:
-        """Stop for good."""

@@ -125,7 +125,6 @@ class _Run:
         self._open_directory()
         with ExitStack() as stack:
             stack.callback(self.store.close)
-            stack.callback(self.engine.close)
             self.engine.start()
             try:
                 with self._step("take a snapshot and read the catalog"):

@@ -62,6 +62,7 @@ class Engine:
         self.master = master
         self.conf = dict(conf or {})
         self.start_seconds = 0.0
+        self._starting = threading.Lock()
         self._ready = threading.Event()
         self._context: SparkContext | None = None
         self._failure: BaseException | None = None
@@ -71,14 +72,15 @@ class Engine:
         self.log_path = log_path or Path(self._files.name) / "spark.log"
         self._thread = threading.Thread(target=self._start, name="spark-start", daemon=True)
 
-    def start(self) -> Engine:
-        """Begin to start the JVM; returns at once."""
-        find_java()  # a missing Java is told at once, not from a thread
-        self._thread.start()
-        return self
+    def start(self) -> None:
+        """Begin to start the JVM, if that has not begun; returns at once."""
+        with self._starting:
+            if self._thread.ident is None:
+                find_java()  # a missing Java is told at once, not from a thread
+                self._thread.start()
 
     def __enter__(self) -> Engine:
-        return self.start()
+        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -86,6 +88,7 @@ class Engine:
     def wait(self) -> float:
         """Wait until tasks can run; the seconds this call had to wait."""
         began = time.monotonic()
+        self.start()
         self._ready.wait()
         if self._failure is not None:
             if isinstance(self._failure, MillraceError):

@@ -55,9 +55,7 @@ def demo(
     settings = {"max_wal_size": "4GB"}
     with ExitStack() as stack:
         directory = Path(stack.enter_context(TemporaryDirectory(prefix="millrace-demo-")))
-        say(
-            f"starting two servers: PostgreSQL {SOURCE_VERSION} (source), {TARGET_VERSION} (target)"
-        )
+        say(f"starting PostgreSQL {SOURCE_VERSION} (source) and {TARGET_VERSION} (target)")
         source = stack.enter_context(open_cluster(SOURCE_VERSION, settings=settings))
         target = stack.enter_context(open_cluster(TARGET_VERSION, settings=settings))
         uris = source.create_database("shop"), target.create_database("shop")

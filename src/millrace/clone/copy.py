@@ -11,6 +11,7 @@ calls `copy_parts`, and gets outcomes back.
 from __future__ import annotations
 
 import logging
+import re
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -83,7 +84,7 @@ def part_statements(table: Table, part: Part) -> PartStatements:
     listed = columns([column.name for column in table.columns])
     condition = part.condition
     if table.extension_condition:
-        condition = table.extension_condition.removeprefix("WHERE ")
+        condition = re.sub(r"(?i)^\s*where\s+", "", table.extension_condition)
     form = "text" if table.text_reason else "binary"
     if condition or not listed:
         where = f" WHERE {condition}" if condition else ""

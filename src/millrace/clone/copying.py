@@ -25,6 +25,7 @@ from millrace.clone.settings import CloneSettings
 from millrace.errors import InvariantError, MillraceError, SnapshotLost
 from millrace.postgres import record
 from millrace.postgres.connect import connect, translated
+from millrace.retry import with_retries
 from millrace.snapshot.export import HeldSnapshot
 from millrace.workdir.store import Store
 
@@ -246,10 +247,14 @@ class Copying:
 
     def _ask(self, query: Any) -> Any:
         """Ask the target, on a new session if the last one was lost."""
-        if self._target is None or self._target.closed:
-            self._target = connect(self.stage.settings.target, f"watch {self.stage.run_id}")
-        with translated("watching the target"):
-            return query(self._target)
+
+        def attempt() -> Any:
+            if self._target is None or self._target.closed:
+                self._target = connect(self.stage.settings.target, f"watch {self.stage.run_id}")
+            with translated("watching the target"):
+                return query(self._target)
+
+        return with_retries(attempt)
 
 
 class _RecordWatch:

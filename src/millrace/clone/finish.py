@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from concurrent.futures import Future
+from collections.abc import Callable
+from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any
 
@@ -45,7 +46,7 @@ class TableFinisher:
         self._lock = threading.Lock()
         self._indexes_left: dict[int, int] = {}
         self._started: set[int] = set()
-        self._futures: list[Future[None]] = []
+        self._futures: set[Future[None]] = set()
         self.errors: list[MillraceError] = []
         memory = {"maintenance_work_mem": settings.maintenance_work_mem}
         self._index_pool = SessionPool(
@@ -72,14 +73,12 @@ class TableFinisher:
 
     def wait(self, seconds: float) -> bool:
         """Wait a little; whether everything submitted so far is done."""
-        deadline = time.monotonic() + seconds
-        for future in list(self._futures):
-            if not future.done():
-                time.sleep(max(0.0, min(0.05, deadline - time.monotonic())))
-                if time.monotonic() >= deadline:
-                    return False
         with self._lock:
-            self._futures = [future for future in self._futures if not future.done()]
+            pending = set(self._futures)
+        wait(pending, timeout=seconds)
+        with self._lock:
+            # A finished job may have submitted the next one.
+            self._futures = {future for future in self._futures if not future.done()}
             return not self._futures
 
     def close(self, *, cancel: bool = False) -> None:
@@ -87,13 +86,10 @@ class TableFinisher:
         self._index_pool.close(cancel=cancel)
         self._vacuum_pool.close(cancel=cancel)
 
-    def _submit(self, pool: SessionPool, work: Any) -> None:
-        def guarded(connection: Connection) -> None:
-            work(connection)
-
-        future = pool.submit(guarded)
+    def _submit(self, pool: SessionPool, work: Callable[[Connection], None]) -> None:
+        future = pool.submit(work)
         with self._lock:
-            self._futures.append(future)
+            self._futures.add(future)
         future.add_done_callback(self._note_failure)
 
     def _note_failure(self, future: Future[None]) -> None:

@@ -261,27 +261,30 @@ def _check_extensions(
 def _check_roles(
     source: Connection, target: Connection, settings: CloneSettings
 ) -> Iterable[Problem]:
-    if settings.roles or settings.schema.no_owner:
+    schema = settings.schema
+    if settings.roles or (schema.no_owner and schema.no_acl):
         return
-    owners = {
+    # pg_shdepend does not list the first superuser, who usually owns most.
+    kinds = ("" if schema.no_owner else "o") + ("" if schema.no_acl else "ar")
+    needed = {
         row[0]
         for row in source.execute(
-            f"""SELECT DISTINCT pg_get_userbyid(c.relowner) FROM pg_class c
-                 JOIN pg_namespace n ON n.oid = c.relnamespace WHERE {_USER_SCHEMA}
-                 UNION SELECT DISTINCT pg_get_userbyid(p.proowner) FROM pg_proc p
-                 JOIN pg_namespace n ON n.oid = p.pronamespace WHERE {_USER_SCHEMA}
-                 UNION SELECT DISTINCT pg_get_userbyid(n.nspowner) FROM pg_namespace n
-                 WHERE {_USER_SCHEMA} AND n.nspname <> 'public'"""
+            "SELECT pg_get_userbyid(s.refobjid) FROM pg_shdepend s JOIN pg_database d"
+            " ON d.oid = s.dbid AND d.datname = current_database()"
+            " WHERE s.refclassid = 'pg_authid'::regclass AND strpos(%(kinds)s, s.deptype) > 0"
+            " UNION SELECT pg_get_userbyid(relowner) FROM pg_class WHERE strpos(%(kinds)s, 'o') > 0"
+            f" AND relnamespace IN (SELECT oid FROM pg_namespace n WHERE {_USER_SCHEMA})",
+            {"kinds": kinds},
         )
     }
     known = {row[0] for row in target.execute("SELECT rolname FROM pg_roles")}
-    missing = sorted(owners - known)
+    missing = sorted(needed - known)
     if missing:
         yield Problem(
             "target",
-            f"{_some(missing, 'role')} owns things on the source and does not exist",
+            f"{_some(missing, 'role')} is an owner or has grants on the source, and does not exist",
             "; ".join(f"CREATE ROLE {ident(role)}" for role in missing)
-            + "; or --roles to copy roles, or --no-owner",
+            + "; or --roles to copy roles, or --no-owner and --no-acl",
         )
 
 

@@ -276,7 +276,7 @@ class _Run:
         run_script(
             self.tools,
             self.settings.target,
-            script.read_text(errors="surrogateescape"),
+            script.read_text(encoding="utf-8", errors="surrogateescape"),
             f"restoring {name}",
             target_version=self.target_version,
             single_transaction=len(entries) <= MAX_ENTRIES_IN_ONE_TRANSACTION,

@@ -30,6 +30,7 @@ def read_source(
             connection, same_encoding=server_encoding(connection) == target_encoding
         )
         catalog.lock_tables(connection, tables)
+        copied = {table.oid for table in tables}
         ranges, large_object_bytes = (
             ([], 0)
             if settings.skip_large_objects
@@ -41,7 +42,8 @@ def read_source(
         )
         return SourceCatalog(
             tables=tuple(tables),
-            indexes=tuple(catalog.read_indexes(connection)),
+            # What is not copied by us is indexed by the restored schema.
+            indexes=tuple(i for i in catalog.read_indexes(connection) if i.table_oid in copied),
             foreign_keys=tuple(catalog.read_foreign_keys(connection)),
             sequences=tuple(catalog.read_sequences(connection)),
             extensions=tuple(catalog.read_extensions(connection)),

@@ -64,6 +64,8 @@ _NOT_OF_EXTENSION = (
     "NOT EXISTS (SELECT FROM pg_depend e WHERE e.classid = '{catalog}'::regclass"
     " AND e.objid = {oid} AND e.deptype = 'e')"
 )
+# Unlogged tables are empty on a standby, and can't be read there.
+_READABLE = "c.relpersistence IN ('p', CASE WHEN pg_is_in_recovery() THEN 'p' ELSE 'u' END)"
 _TABLE_NOT_OF_EXTENSION = _NOT_OF_EXTENSION.format(catalog="pg_class", oid="c.oid")
 
 
@@ -79,7 +81,7 @@ def read_tables(connection: Connection, *, same_encoding: bool = True) -> list[T
           FROM pg_class c
           JOIN pg_namespace n ON n.oid = c.relnamespace
           LEFT JOIN pg_am a ON a.oid = c.relam
-         WHERE c.relkind = 'r' AND c.relpersistence IN ('p', 'u') AND {_USER_SCHEMA}
+         WHERE c.relkind = 'r' AND {_READABLE} AND {_USER_SCHEMA}
            AND ({_TABLE_NOT_OF_EXTENSION} OR c.oid = ANY(%s))
          ORDER BY c.oid"""
         ),
@@ -305,8 +307,9 @@ def read_sequences(connection: Connection) -> list[Sequence]:
         f"""
         SELECT c.oid::int8, n.nspname, c.relname
           FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
-         WHERE c.relkind = 'S' AND c.relpersistence IN ('p', 'u')
-           AND {_USER_SCHEMA} AND {_TABLE_NOT_OF_EXTENSION}
+         WHERE c.relkind = 'S' AND {_READABLE} AND {_USER_SCHEMA}
+           AND ({_TABLE_NOT_OF_EXTENSION}
+                OR c.oid IN (SELECT unnest(extconfig) FROM pg_extension))
          ORDER BY c.oid"""
     ).fetchall()
     positions: dict[int, tuple[int, bool]] = {}

@@ -168,7 +168,6 @@ def _run(
 ) -> subprocess.CompletedProcess[str]:
     log.debug("running %s", redact(" ".join(command)))
     environment = os.environ | {"LC_MESSAGES": "C", "PGAPPNAME": "millrace schema"}
-    environment["PGOPTIONS"] = "-c client_min_messages=warning"
     if dsn is not None:
         environment |= dsn.program_environment()
     process = subprocess.run(
@@ -176,7 +175,8 @@ def _run(
         input=stdin,
         stdin=subprocess.DEVNULL if stdin is None else None,
         capture_output=True,
-        text=True,
+        # Whatever encoding the dump is in, its bytes come through.
+        encoding="utf-8",
         errors="surrogateescape",
         env=environment,
     )

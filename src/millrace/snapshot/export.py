@@ -6,7 +6,6 @@ the same rows; tables locked through it can't be dropped, truncated or rewritten
 
 from __future__ import annotations
 
-import threading
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -24,7 +23,6 @@ class HeldSnapshot(AbstractContextManager["HeldSnapshot"]):
     def __init__(self, connection: psycopg.Connection[tuple[Any, ...]], snapshot_id: str) -> None:
         self.connection = connection
         self.id = snapshot_id
-        self._lock = threading.Lock()
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -35,15 +33,14 @@ class HeldSnapshot(AbstractContextManager["HeldSnapshot"]):
 
     def check(self) -> None:
         """Raise SnapshotLost if the session is gone."""
-        with self._lock:
-            try:
-                self.connection.execute("SELECT 1")
-            except psycopg.Error as error:
-                raise SnapshotLost(
-                    f"the session that holds snapshot {self.id} on the source is gone: "
-                    f"{str(error).strip()}",
-                    hint="nothing more can be read consistently; start again with --restart",
-                ) from error
+        try:
+            self.connection.execute("SELECT 1")
+        except psycopg.Error as error:
+            raise SnapshotLost(
+                f"the session that holds snapshot {self.id} on the source is gone: "
+                f"{str(error).strip()}",
+                hint="nothing more can be read consistently; start again with --restart",
+            ) from error
 
 
 def open_snapshot(dsn: Dsn, snapshot_id: str | None = None) -> HeldSnapshot:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -248,6 +249,10 @@ def _stop_jvm(gateway: Any) -> None:
     process = getattr(gateway, "proc", None)
     if process is not None:
         process.stdin.close()
-        process.wait(timeout=30)
+        try:
+            process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
     SparkContext._gateway = None
     SparkContext._jvm = None

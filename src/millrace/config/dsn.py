@@ -94,11 +94,13 @@ class Dsn:
         return hash((tuple(sorted(self.parameters.items())), self.password))
 
 
+# What belongs to the machine or the session that resolved it, not to the database.
+_OF_THE_SESSION = frozenset(
+    ("password", "passfile", "service", "servicefile", "application_name", "client_encoding")
+)
+
+
 def resolved(parameters: dict[str, Any], password: str) -> Dsn:
     """A Dsn that needs no environment: built from what libpq ended up using."""
-    kept = {
-        k: str(v)
-        for k, v in parameters.items()
-        if v and k not in ("password", "passfile", "service")
-    }
+    kept = {k: str(v) for k, v in parameters.items() if v and k not in _OF_THE_SESSION}
     return Dsn(kept, password)

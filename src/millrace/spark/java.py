@@ -12,6 +12,7 @@ Facts: JEP 350 (Dynamic CDS Archives, Java 13).
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shutil
@@ -19,6 +20,7 @@ import subprocess
 import sys
 from functools import cache
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 from millrace.errors import ConfigError
@@ -41,21 +43,27 @@ def find_java() -> tuple[str, int]:
     path = str(Path(home) / "bin" / "java") if home else shutil.which("java")
     if not path or not Path(path).exists():
         raise ConfigError("no Java found, and Spark needs one", hint=HINT)
-    output = subprocess.run([path, "-version"], capture_output=True, text=True).stderr
-    found = re.search(r'version "(\d+)', output)
+    found = re.search(r'version "(\d+)', _version_output(path))
     major = int(found[1]) if found else 0
     if major < LEAST_JAVA:
         raise ConfigError(f"Spark needs Java {LEAST_JAVA} or later, {path} is {major}", hint=HINT)
     return path, major
 
 
+@cache
+def _version_output(path: str) -> str:
+    return subprocess.run([path, "-version"], capture_output=True, text=True).stderr
+
+
 def class_archive() -> Path:
     """Where the archive for this Java and this Spark is, or would be."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     path, _ = find_java()
-    build = subprocess.run([path, "-version"], capture_output=True, text=True).stderr
-    number = re.search(r"build ([\w.+-]+)", build)
-    name = f"spark-{version('pyspark')}-java-{number[1] if number else 'unknown'}.jsa"
+    number = re.search(r"build ([\w.+-]+)", _version_output(path))
+    # An archive is good for one class path only.
+    spec = find_spec("pyspark")
+    where = hashlib.sha256(str(spec.origin if spec else "").encode()).hexdigest()[:8]
+    name = f"spark-{version('pyspark')}-{where}-java-{number[1] if number else 'unknown'}.jsa"
     return root / "millrace" / name.replace("/", "_")
 
 
@@ -91,6 +99,9 @@ def make_class_archive() -> Path:
 
 
 if __name__ == "__main__":
-    if not class_archive().exists() or "--force" in sys.argv:
-        make_class_archive()
-    sys.stdout.write(f"{class_archive()}\n")
+    try:
+        if not class_archive().exists() or "--force" in sys.argv:
+            make_class_archive()
+        sys.stdout.write(f"{class_archive()}\n")
+    except OSError as error:
+        sys.stdout.write(f"no class archive, Spark will start more slowly: {error}\n")

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -60,12 +61,13 @@ class Engine:
     def __init__(
         self, master: str, conf: Mapping[str, str] | None = None, log_path: Path | None = None
     ) -> None:
-        self.master = master
+        self.master = _with_attempts(master)
         self.conf = dict(conf or {})
         self.start_seconds = 0.0
         self._starting = threading.Lock()
         self._ready = threading.Event()
         self._context: SparkContext | None = None
+        self._gateway: Any = None
         self._failure: BaseException | None = None
         self._closed = False
         self._files = TemporaryDirectory(prefix="millrace-spark-")
@@ -128,12 +130,14 @@ class Engine:
         """Stop Spark and its processes."""
         self._closed = True
         if self._thread.ident is not None:
+            if self._gateway is not None and not self._ready.is_set():
+                self._gateway.proc.kill()  # nobody waits for a start that is not wanted
             self._thread.join()
-        if self._context is not None:
-            gateway = self._context._gateway
+        if self._context is not None and self._failure is None:
             self._context.stop()
-            self._context = None
-            _stop_jvm(gateway)
+        if self._gateway is not None:
+            _stop_jvm(self._gateway)
+        self._context = self._gateway = None
         self._files.cleanup()
 
     def _start(self) -> None:
@@ -157,6 +161,9 @@ class Engine:
         conf = DEFAULT_CONF | {"spark.master": self.master}
         if self.master.startswith("local"):
             conf["spark.driver.host"] = conf["spark.driver.bindAddress"] = "127.0.0.1"
+        if local:
+            # Only where the workers surely have this package installed.
+            conf["spark.python.daemon.module"] = "millrace.spark.daemon"
         conf |= self.conf
         conf["spark.driver.extraJavaOptions"] = " ".join(
             [*options, self.conf.get("spark.driver.extraJavaOptions", "")]
@@ -177,8 +184,10 @@ class Engine:
 
         spark_conf = SparkConf(loadDefaults=False).setAll(list(conf.items()))
         with self.log_path.open("ab") as log_file:
-            gateway = launch_gateway(popen_kwargs={"stderr": log_file, "stdout": log_file})
-        context = SparkContext(conf=spark_conf, gateway=gateway)
+            self._gateway = launch_gateway(popen_kwargs={"stderr": log_file, "stdout": log_file})
+        if self._closed:
+            raise ServerError("stopped before Spark had started")
+        context = SparkContext(conf=spark_conf, gateway=self._gateway)
         if not local:
             context.addPyFile(str(_package_zip(Path(self._files.name))))
         return context
@@ -187,6 +196,12 @@ class Engine:
 def default_master(slots: int) -> str:
     """As many task slots as jobs were asked for: they wait for servers, not for our cores."""
     return f"local[{slots},{TASK_ATTEMPTS}]"
+
+
+def _with_attempts(master: str) -> str:
+    """`local[N]` would give up at a task's first failure."""
+    match = re.fullmatch(r"local\[(\*|\d+)\]", master)
+    return f"local[{match[1]},{TASK_ATTEMPTS}]" if match else master
 
 
 def parse_conf(pairs: list[str]) -> dict[str, str]:
@@ -246,13 +261,13 @@ def _stop_jvm(gateway: Any) -> None:
     from pyspark import SparkContext
 
     gateway.shutdown()
-    process = getattr(gateway, "proc", None)
-    if process is not None:
-        process.stdin.close()
-        try:
-            process.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+    gateway.proc.stdin.close()
+    try:
+        gateway.proc.wait(timeout=10)
+    except subprocess.TimeoutExpired:
+        gateway.proc.kill()
+        gateway.proc.wait()
+    # The next context of this process starts a JVM of its own.
     SparkContext._gateway = None
     SparkContext._jvm = None
+    SparkContext._active_spark_context = None

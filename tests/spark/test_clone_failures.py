@@ -29,7 +29,7 @@ import psycopg
 import pytest
 
 from millrace.clone.compare_run import CompareSettings, compare_data
-from millrace.clone.progress import Progress, Reporter
+from millrace.clone.progress import Reporter
 from millrace.clone.run import CloneResult, clone
 from millrace.clone.settings import CloneSettings
 from millrace.clone.split import SplitSettings
@@ -275,30 +275,47 @@ def test_fail_fast_does_not_wait_for_other_tables(
         assert rows(target_db, "SELECT count(*) FROM gated") == [(0,)]
 
 
-class InterruptsIndexes:
-    """A reporter that stands for Ctrl-C while an index is being built."""
+@contextlib.contextmanager
+def interrupted_at_gate(target: str) -> Iterator[None]:
+    """Ctrl-C as soon as something of the target waits for the gate."""
 
-    def __init__(self, target: str) -> None:
-        self._target = target
+    def interrupt() -> None:
+        wait_for(lambda: waiting_at_gate(target) or ended.is_set())
+        if not ended.is_set():
+            os.kill(os.getpid(), signal.SIGINT)
 
-    def update(self, progress: Progress) -> None:
-        if waiting_at_gate(self._target):
-            raise KeyboardInterrupt
+    ended = threading.Event()
+    with ThreadPoolExecutor(1) as thread:
+        watching = thread.submit(interrupt)
+        try:
+            yield
+        finally:
+            ended.set()
+            watching.result()
 
 
-def test_interrupt_while_an_index_is_built_leaves_no_session(
-    source_db: str, target_db: str, engine: Engine, tmp_path: Path
-) -> None:
-    execute(
-        source_db,
-        GATED.replace("CHECK (public.gate(id))", "n int"),
-        "ALTER FUNCTION gate IMMUTABLE",
+@pytest.mark.parametrize(
+    "statement",
+    [
         "CREATE INDEX gated_gate ON gated (public.gate(id))",
-    )
+        "CREATE MATERIALIZED VIEW gated_view AS SELECT public.gate(10)",
+    ],
+    ids=["an index is built", "a view is filled"],
+)
+def test_interrupt_after_the_copy_leaves_no_session(
+    source_db: str,
+    target_db: str,
+    engine: Engine,
+    reporter: Reporter,
+    tmp_path: Path,
+    statement: str,
+) -> None:
+    ungated = GATED.replace(", CHECK (public.gate(id))", "")
+    execute(source_db, ungated, "ALTER FUNCTION gate IMMUTABLE", statement)
     settings = CloneSettings(Dsn.parse(source_db), Dsn.parse(target_db), tmp_path / "work")
     with gate_closed(target_db):
-        with pytest.raises(KeyboardInterrupt):
-            clone(settings, engine, InterruptsIndexes(target_db))
+        with pytest.raises(KeyboardInterrupt), interrupted_at_gate(target_db):
+            clone(settings, engine, reporter)
         wait_for(lambda: not sessions(source_db, target_db))
 
 

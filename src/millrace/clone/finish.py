@@ -22,6 +22,7 @@ from millrace.clone.plan import Plan
 from millrace.clone.progress import Progress
 from millrace.clone.session_pool import SessionPool
 from millrace.clone.settings import CloneSettings
+from millrace.clone.step import Step
 from millrace.clone.vacuum import vacuum_table
 from millrace.errors import MillraceError
 from millrace.relation import Index, Table
@@ -46,6 +47,7 @@ class TableFinisher:
         self._lock = threading.Lock()
         self._indexes_left: dict[int, int] = {}
         self._started: set[int] = set()
+        self._vacuumed = {timing["oid"] for timing in store.read_timings("vacuum")}
         self._futures: set[Future[None]] = set()
         self.errors: list[MillraceError] = []
         memory = {"maintenance_work_mem": settings.maintenance_work_mem}
@@ -66,10 +68,13 @@ class TableFinisher:
         table = self._tables[table_oid]
         indexes = self._plan.indexes.get(table_oid, ())
         self._indexes_left[table_oid] = len(indexes)
-        for index in sorted(indexes, key=lambda i: -i.bytes):
-            self._submit(self._index_pool, partial(self._build, index, table))
         if not indexes:
             self._vacuum(table)
+        elif Step.INDEXES in self._settings.steps:
+            for index in sorted(indexes, key=lambda i: -i.bytes):
+                self._submit(self._index_pool, partial(self._build, index, table))
+        else:
+            self._submit(self._index_pool, partial(self._constrain, table))
 
     def wait(self, seconds: float) -> bool:
         """Wait a little; whether everything submitted so far is done."""
@@ -112,16 +117,21 @@ class TableFinisher:
             self._indexes_left[table.oid] -= 1
             last = not self._indexes_left[table.oid]
         if last:
+            self._constrain(table, connection)
+
+    def _constrain(self, table: Table, connection: Connection) -> None:
+        if Step.CONSTRAINTS in self._settings.steps:
             began = time.monotonic()
-            for each in self._plan.indexes[table.oid]:
-                finish_index(connection, each, table)
+            for index in self._plan.indexes[table.oid]:
+                finish_index(connection, index, table)
             self._store.write_timing(
                 "constraint", table.label, time.monotonic() - began, oid=table.oid
             )
-            self._vacuum(table)
+        self._vacuum(table)
 
     def _vacuum(self, table: Table) -> None:
-        if not self._settings.skip_vacuum:
+        wanted = Step.VACUUM in self._settings.steps and not self._settings.skip_vacuum
+        if wanted and table.oid not in self._vacuumed:
             self._submit(self._vacuum_pool, partial(self._run_vacuum, table))
 
     def _run_vacuum(self, table: Table, connection: Connection) -> None:

@@ -36,8 +36,10 @@ class Problem:
     is_warning: bool = False
 
 
-def check(source: Connection, target: Connection, settings: CloneSettings) -> list[Problem]:
-    """Every problem and warning of both servers."""
+def check(
+    source: Connection, target: Connection, settings: CloneSettings, *, continues: bool = False
+) -> list[Problem]:
+    """Every problem and warning of both servers; a run that goes on finds its own work there."""
     with translated("checking the servers"):
         problems = [
             *_check_versions(source, target),
@@ -47,7 +49,7 @@ def check(source: Connection, target: Connection, settings: CloneSettings) -> li
             *_check_connections(source, target, settings),
             *_check_locks(source),
             *_check_target_rights(target),
-            *_check_target_empty(target, settings),
+            *([] if continues else _check_target_empty(target, settings)),
             *_check_extensions(source, target, settings),
             *_check_roles(source, target, settings),
             *_check_tablespaces(source, target, settings),

@@ -1,8 +1,8 @@
 """Our records on the target: which run owns it, which parts are committed.
 
-Invariant: a part's record is written in the transaction that writes its rows,
-by a task that holds the part's lock and belongs to the run's present epoch.
-Whoever finds the record has nothing left to do.
+Invariant: the record of a part, or of a step, is written in the transaction that
+does the work, by a process of the run's present epoch. Whoever finds the record
+has nothing left to do.
 """
 
 from __future__ import annotations
@@ -38,6 +38,11 @@ CREATE TABLE IF NOT EXISTS millrace.copied_part (
     seconds float8 NOT NULL,
     attempt int NOT NULL,
     PRIMARY KEY (run_id, table_oid, part)
+);
+CREATE TABLE IF NOT EXISTS millrace.done_step (
+    run_id text NOT NULL REFERENCES millrace.run,
+    step text NOT NULL,
+    PRIMARY KEY (run_id, step)
 );
 """
 
@@ -80,6 +85,36 @@ def read_copied_parts(
         (run_id, after_id),
     )
     return [(row[0], CopiedPart(*row[1:])) for row in rows]
+
+
+def read_runs(connection: Connection) -> list[tuple[str, str]]:
+    """(run, source) of the runs that have records here."""
+    row = connection.execute("SELECT to_regclass('millrace.run') IS NOT NULL").fetchone()
+    if not (row and row[0]):
+        return []
+    return connection.execute("SELECT run_id, source FROM millrace.run").fetchall()
+
+
+def read_done_steps(connection: Connection, run_id: str) -> set[str]:
+    """The steps that are committed on the target."""
+    rows = connection.execute("SELECT step FROM millrace.done_step WHERE run_id = %s", (run_id,))
+    return {row[0] for row in rows}
+
+
+def fenced_step_sql(run_id: str, epoch: int, step: str) -> tuple[str, str]:
+    """What goes before and after the statements of a step, in the same transaction: the
+    process must still own the run, and the step is recorded as done."""
+    fence = (
+        "DO $millrace$ BEGIN PERFORM FROM millrace.run"
+        f" WHERE run_id = {literal(run_id)} AND epoch = {epoch} FOR SHARE;"
+        " IF NOT FOUND THEN RAISE 'this run was taken over by another process'; END IF;"
+        " END $millrace$;\n"
+    )
+    done = (
+        "\nINSERT INTO millrace.done_step (run_id, step)"
+        f" VALUES ({literal(run_id)}, {literal(step)}) ON CONFLICT DO NOTHING;\n"
+    )
+    return fence, done
 
 
 def drop_records(connection: Connection) -> None:

@@ -165,6 +165,10 @@ class _Run:
                 encoding,
                 began_at=began,
             )
+            if self.setup is None:
+                directory.store.write_setup(
+                    run_id=self.job.run_id, millrace_version=__version__, **pinned(settings)
+                )
             self.job.add_timing("connect and check", time.monotonic() - began)
             try:
                 self._own_target()
@@ -197,11 +201,11 @@ class _Run:
         """Take over what earlier processes of this run left on the target, or make sure that
         it is this directory's target that is about to be emptied."""
         job, settings = self.job, self.settings
+        if self.setup is not None:
+            self._stop_sessions()
         with connect(settings.target, job.role("open")) as target:
             with translated("reading our records on the target"):
                 others = [run for run in record.read_runs(target) if run[0] != job.run_id]
-            if self.setup is not None:
-                self._stop_sessions()
             if others and not settings.restart and not settings.drop_if_exists:
                 run_id, source = others[0]
                 raise WorkDirError(
@@ -332,16 +336,12 @@ class _Run:
         new = [table for table in catalog.tables if table.oid not in known]
         samples = sample_tables(snapshot.connection, new, settings.split)
         plan = plan_clone(catalog, samples, settings.split, known=known)
-        if self.setup is None:
+        is_planned = self.setup is not None and self.setup["snapshot"]
+        if not is_planned:
             note_existing_schemas(job, catalog)
         job.store.write_plan(catalog, plan.every_part)
-        if self.setup is None or settings.not_consistent:
-            job.store.write_setup(
-                run_id=job.run_id,
-                millrace_version=__version__,
-                snapshot=snapshot.id,
-                **pinned(settings),
-            )
+        if not is_planned or settings.not_consistent:
+            job.store.write_snapshot(snapshot.id)
         progress = job.progress
         progress.tables, progress.parts = len(plan.parts), len(plan.every_part)
         progress.indexes = sum(map(len, plan.indexes.values()))

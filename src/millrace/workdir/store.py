@@ -84,8 +84,13 @@ class Store:
         return rows[0] if rows else None
 
     def write_setup(self, **values: Any) -> None:
-        """Pin the run to its source, target, snapshot and split settings."""
+        """Pin the run to its source, target and settings; the snapshot follows."""
         self._insert("setup", [{"id": 1, "started_at": _now(), **values}])
+
+    def write_snapshot(self, snapshot_id: str) -> None:
+        """Pin the run to its snapshot: from here on it is planned."""
+        with self._lock:
+            self._database.execute("UPDATE setup SET snapshot = ?", (snapshot_id,))
 
     def write_finished(self) -> None:
         with self._lock:

@@ -19,7 +19,7 @@ from typing import Any
 import typer
 
 from millrace import __version__
-from millrace.cli import clone, compare, demo, list_, snapshot
+from millrace.cli import clone, compare, copy, demo, list_, snapshot
 from millrace.errors import ConfigError, InvariantError, MillraceError
 from millrace.log import redact
 
@@ -36,6 +36,9 @@ app = typer.Typer(
 app.command("clone")(clone.clone)
 app.command("demo")(demo.demo)
 app.command("snapshot")(snapshot.snapshot)
+app.add_typer(copy.copy_app, name="copy")
+app.add_typer(copy.dump_app, name="dump")
+app.add_typer(copy.restore_app, name="restore")
 app.add_typer(list_.app, name="list")
 app.add_typer(compare.app, name="compare")
 

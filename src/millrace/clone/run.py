@@ -19,6 +19,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
+import psycopg
+
 from millrace import __version__, failpoint
 from millrace.clone import preflight
 from millrace.clone.copying import Copying
@@ -386,11 +388,14 @@ class _Run:
         """Everything is done: say so, and take our records off the target."""
         self.job.store.write_finished()
         failpoint.hit("run.finished")
-        with (
-            connect(self.settings.target, self.job.role("finish")) as target,
-            translated("dropping our records on the target"),
-        ):
-            record.drop_records(target)
+        try:
+            with connect(self.settings.target, self.job.role("finish")) as target:
+                record.drop_records(target)
+        except psycopg.Error as error:
+            log.warning(
+                "our records stay on the target (%s); remove them with DROP SCHEMA millrace CASCADE",
+                str(error).strip(),
+            )
 
     def _consistency(self) -> str:
         """In words, what the target holds."""

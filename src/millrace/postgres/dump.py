@@ -94,7 +94,8 @@ class Archive:
     def script(self, entries: Iterable[Entry], name: str, options: Sequence[str] = ()) -> bytes:
         """The SQL of some entries; also kept in a file beside the archive, for people."""
         listing = self.path.with_name(f"{name}.list")
-        listing.write_text("".join(f"{entry.line}\n" for entry in entries))
+        lines = "".join(f"{entry.line}\n" for entry in entries)
+        listing.write_text(lines, encoding="utf-8", errors="surrogateescape")
         script = self.path.with_name(f"{name}.sql")
         command = [
             str(self.tools.bindir / "pg_restore"),

@@ -42,6 +42,7 @@ class Table:
     estimated_rows: int
     split_key: SplitKey | None = None
     access_method: str = "heap"
+    is_unlogged: bool = False
     # Which rows of an extension's configuration table are the user's; None for ordinary tables.
     extension_condition: str | None = None
     # (oid, schema, name) of the partitioned table its rows must go through, because the target

@@ -21,7 +21,7 @@ from millrace.clone.large_object import large_object_statements
 from millrace.clone.plan import Plan, plan_packs
 from millrace.clone.progress import read_running_copies, read_running_indexes
 from millrace.clone.step import Step
-from millrace.errors import InvariantError, MillraceError, SnapshotLost
+from millrace.errors import InvariantError, MillraceError, ServerError, SnapshotLost
 from millrace.postgres import record
 from millrace.postgres.connect import connect, translated
 from millrace.retry import with_retries
@@ -52,7 +52,7 @@ class Copying:
         }
         self._unfinished = set(plan.parts)
         self._families = plan.families()
-        self._finisher = TableFinisher(plan, job.settings, job.store, job.progress, job.run_id)
+        self._finisher = TableFinisher(job, plan)
         self._moves_tables = Step.TABLE_DATA in job.settings.steps
         self._watch = _RecordWatch(job.run_id, job.settings.table_jobs)
         self._target: Connection | None = None
@@ -75,7 +75,10 @@ class Copying:
             futures |= {objects.submit(self._call, one) for one in self._large_objects()}
             self._wait_for_copies(futures)
             self.job.progress.copy_seconds = self.job.progress.seconds()
+            # Nothing reads the source any more: let go of its locks and its horizon.
+            self.snapshot.close()
             self._wait_for_finisher()
+            self._check_records()
             self._finisher.close()
         except BaseException:
             tables.shutdown(wait=False, cancel_futures=True)
@@ -152,6 +155,19 @@ class Copying:
         missing = [self._tables[oid].label for oid, _ in set(self._planned) - set(self.copied)]
         if missing and self._moves_tables:
             raise InvariantError(f"tasks ended without a record: {', '.join(missing[:5])}")
+
+    def _check_records(self) -> None:
+        """Ask the target once more for every record: a server that crashed meanwhile may have
+        lost what it had not yet written, or an unlogged table, together with the record."""
+        there = {(p.table_oid, p.part) for p in self._ask(self._watch.read_all)}
+        lost = [key for key in self.copied if key not in there]
+        if lost:
+            names = sorted({self._tables[oid].label for oid, _ in lost if oid in self._tables})
+            raise ServerError(
+                f"the target crashed and lost {len(lost)} parts it had committed: "
+                f"{', '.join(names[:5]) or 'large objects'}",
+                hint="run the same command with --resume: only those are copied again",
+            )
 
     def _wait_for_finisher(self) -> None:
         """Until the last index, constraint and vacuum is done."""
@@ -258,6 +274,9 @@ class _RecordWatch:
         self._run_id = run_id
         self._margin = 4 * jobs + 16
         self._highest = 0
+
+    def read_all(self, target: Connection) -> list[record.CopiedPart]:
+        return [part for _, part in record.read_copied_parts(target, self._run_id)]
 
     def poll(self, target: Connection) -> list[record.CopiedPart]:
         found = record.read_copied_parts(target, self._run_id, self._highest - self._margin)

@@ -119,19 +119,26 @@ def _check_servers(
         connect(settings.target, "preflight") as target,
     ):
         problems = preflight.check(source, target, settings, continues=continues)
-        # pg_dump must not be older than the source; the target's writes best for the target.
-        newest = max(source.info.server_version, target.info.server_version) // 10000
-        programs = ("pg_dump", "pg_restore", "pg_dumpall")
-        try:
-            tools = find_tools(newest, *programs)
-        except PreflightError:
-            tools = find_tools(source.info.server_version // 10000, *programs)
+        versions = [c.info.server_version // 10000 for c in (source, target)]
         encoding = server_encoding(target)
+    try:
+        tools = find_dump_tools(*versions)
+    except PreflightError as error:
+        problems.append(preflight.Problem("programs", error.message, error.hint))
     warnings = [problem for problem in problems if problem.is_warning]
     for problem in warnings:
         log.warning("%s: %s", problem.side, problem.what)
     preflight.raise_problems(problems)
     return warnings, tools, encoding
+
+
+def find_dump_tools(source_version: int, target_version: int) -> Installation:
+    """pg_dump must not be older than the source; the target's writes best for the target."""
+    programs = ("pg_dump", "pg_restore", "pg_dumpall")
+    try:
+        return find_tools(max(source_version, target_version), *programs)
+    except PreflightError:
+        return find_tools(source_version, *programs)
 
 
 class _Run:
@@ -299,7 +306,6 @@ class _Run:
             copied = self._copy(plan, snapshot)
         elif Step.SEQUENCES in steps:
             self._set_sequences()
-        # Nothing reads the source's tables any more: let go of its locks and its horizon.
         snapshot.close()
         if Step.CONSTRAINTS in steps:
             with job.step("indexes of partitioned tables"):
@@ -393,7 +399,7 @@ class _Run:
                 record.drop_records(target)
         except psycopg.Error as error:
             log.warning(
-                "our records stay on the target (%s); remove them with DROP SCHEMA millrace CASCADE",
+                "our records stay on the target (%s): DROP SCHEMA millrace CASCADE removes them",
                 str(error).strip(),
             )
 

@@ -40,6 +40,9 @@ CREATE TABLE IF NOT EXISTS millrace.copied_part (
     attempt int NOT NULL,
     PRIMARY KEY (run_id, table_oid, part)
 );
+-- The rows of an unlogged table do not survive a crash of the target; so must its records.
+CREATE UNLOGGED TABLE IF NOT EXISTS millrace.copied_unlogged_part
+    (LIKE millrace.copied_part INCLUDING DEFAULTS INCLUDING INDEXES);
 CREATE TABLE IF NOT EXISTS millrace.done_step (
     run_id text NOT NULL REFERENCES millrace.run,
     step text NOT NULL,
@@ -81,8 +84,9 @@ def read_copied_parts(
 ) -> list[tuple[int, CopiedPart]]:
     """(id, part) committed so far; ids rise, but those in flight may commit out of order."""
     rows = connection.execute(
-        "SELECT id, table_oid::int8, part, rows, bytes, seconds FROM millrace.copied_part"
-        " WHERE run_id = %s AND id > %s",
+        "SELECT id, table_oid::int8, part, rows, bytes, seconds FROM"
+        " (SELECT * FROM millrace.copied_part UNION ALL"
+        " SELECT * FROM millrace.copied_unlogged_part) p WHERE run_id = %s AND id > %s",
         (run_id, after_id),
     )
     return [(row[0], CopiedPart(*row[1:])) for row in rows]
@@ -128,7 +132,7 @@ def drop_records(connection: Connection) -> None:
     connection.execute("DROP SCHEMA IF EXISTS millrace CASCADE")
 
 
-def claim_sql(run_id: str, epoch: int, table_oid: int, part: int) -> str:
+def claim_sql(run_id: str, epoch: int, table_oid: int, part: int, *, unlogged: bool) -> str:
     """Open a transaction and lock the part; two result sets follow the lock: the run's row if
     this task may write, the part's record if there is nothing left to write."""
     return (
@@ -136,17 +140,25 @@ def claim_sql(run_id: str, epoch: int, table_oid: int, part: int) -> str:
         f" SELECT pg_advisory_xact_lock({lock_key_sql(run_id, table_oid, part)});"
         f" SELECT FROM millrace.run WHERE run_id = {literal(run_id)} AND epoch = {epoch}"
         " FOR SHARE;"
-        " SELECT rows, bytes, seconds FROM millrace.copied_part"
+        f" SELECT rows, bytes, seconds FROM {_table(unlogged)}"
         f" WHERE run_id = {literal(run_id)} AND table_oid = {table_oid} AND part = {part}"
     )
 
 
 def record_sql(
-    run_id: str, table_oid: int, part: int, rows: int, size: int, seconds: float, attempt: int
+    run_id: str,
+    table_oid: int,
+    part: int,
+    rows: int,
+    size: int,
+    seconds: float,
+    attempt: int,
+    *,
+    unlogged: bool,
 ) -> str:
     """Write the part's record and commit it with the rows."""
     return (
-        "INSERT INTO millrace.copied_part"
+        f"INSERT INTO {_table(unlogged)}"
         " (run_id, table_oid, part, rows, bytes, seconds, attempt) VALUES"
         f" ({literal(run_id)}, {table_oid}, {part}, {rows}, {size}, {seconds:.6f}, {attempt});"
         " COMMIT"
@@ -156,3 +168,7 @@ def record_sql(
 def lock_key_sql(run_id: str, table_oid: int, part: int) -> str:
     """The advisory lock of a part."""
     return f"hashtextextended({literal(f'millrace {run_id} {table_oid} {part}')}, 0)"
+
+
+def _table(unlogged: bool) -> str:
+    return "millrace.copied_unlogged_part" if unlogged else "millrace.copied_part"

@@ -61,7 +61,7 @@ class Entry:
 def parse_toc(text: str) -> list[Entry]:
     """The entries of `pg_restore --list`, in restore order."""
     entries = []
-    for line in text.splitlines():
+    for line in text.split("\n"):
         match = _ENTRY.fullmatch(line)
         if not match:
             continue

@@ -53,26 +53,11 @@ def _fresh_database(cluster: Cluster, role: str) -> Iterator[str]:
     cluster.drop_database(name)
 
 
-class SharedEngine(Engine):
-    """The one Spark application of a test run: a clone that starts and closes it does neither."""
-
-    def start(self) -> Engine:
-        return self
-
-    def close(self) -> None:
-        return
-
-    def close_for_good(self) -> None:
-        super().close()
-
-
 @pytest.fixture(scope="session")
 def engine() -> Iterator[Engine]:
     """Spark, started once; `engine.call` runs task bodies in real Python workers."""
-    shared = SharedEngine(default_master(8))
-    Engine.start(shared)
-    yield shared
-    shared.close_for_good()
+    with Engine(default_master(8)) as shared:
+        yield shared
 
 
 class NoDisplay:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import asdict
 from typing import Annotated
 
@@ -11,25 +12,80 @@ from rich.table import Table
 from rich.text import Text
 
 from millrace.cli import options
-from millrace.cli.display import console
-from millrace.clone.compare import Compared
-from millrace.clone.compare_run import CompareSettings, compare_data
+from millrace.cli.display import console, render_seconds
+from millrace.clone.compare import Compared, RowDifference
+from millrace.clone.compare_run import MOST_ROWS, CompareSettings, compare_data, compare_schema
+from millrace.clone.compare_schema import (
+    ACL_PROPERTIES,
+    OWNER_PROPERTIES,
+    POSITION_PROPERTIES,
+    Difference,
+    SchemaComparison,
+)
 from millrace.errors import MismatchError
 from millrace.log import setup_logging
 from millrace.spark.session import Engine, default_master, parse_conf
 
 app = typer.Typer(help="Compare source and target.", no_args_is_help=True)
 
+# Of a long value, such as a function's body, the place where the sides part.
+VALUE_CHARACTERS = 60
+LEAD_CHARACTERS = 15
 
-@app.callback()
-def _group() -> None:
-    """Keeps `data` a sub-command while it is the only one."""
+
+@app.command("schema")
+def schema(
+    source: options.Source = "",
+    target: options.Target = "",
+    no_owner: Annotated[bool, typer.Option("--no-owner", help="Leave out who owns what.")] = False,
+    no_acl: Annotated[bool, typer.Option("--no-acl", help="Leave out grants.")] = False,
+    no_positions: Annotated[
+        bool, typer.Option("--no-positions", help="Leave out where sequences stand.")
+    ] = False,
+    as_json: options.AsJson = False,
+    verbose: options.Verbose = 0,
+    quiet: options.Quiet = False,
+) -> None:
+    """Compare every object of both databases by its properties.
+
+    What a dump and restore between two versions changes in words alone is no difference.
+    Exit code 9 if an object differs.
+    """
+    setup_logging(verbose=verbose, quiet=quiet)
+    leave_out = (
+        (OWNER_PROPERTIES if no_owner else frozenset())
+        | (ACL_PROPERTIES if no_acl else frozenset())
+        | (POSITION_PROPERTIES if no_positions else frozenset())
+    )
+    found = compare_schema(
+        options.parse_dsn(source, "source"), options.parse_dsn(target, "target"), leave_out
+    )
+    if as_json:
+        print(json.dumps(asdict(found) | {"equal": found.is_equal}, default=str))
+    else:
+        print_schema(found)
+    if found.differences:
+        names = list(dict.fromkeys(f"{one.kind} {one.name}" for one in found.differences))
+        raise MismatchError(
+            f"{len(names)} objects differ: {', '.join(names[:5])}",
+            hint="leave out what may differ: --no-owner, --no-acl, --no-positions",
+        )
 
 
 @app.command("data")
 def data(
     source: options.Source = "",
     target: options.Target = "",
+    table: Annotated[
+        list[str],
+        typer.Option("--table", metavar="SCHEMA.NAME", help="Only this table; may be given again."),
+    ] = [],  # noqa: B006 (typer's way)
+    rows: Annotated[
+        bool, typer.Option("--rows", help="Name the rows that differ, by their keys.")
+    ] = False,
+    most_rows: Annotated[
+        int, typer.Option(min=1, help="Name at most so many rows of each table.")
+    ] = MOST_ROWS,
     jobs: Annotated[int, typer.Option(min=1, help="Parts compared at once.")] = 4,
     snapshot: Annotated[
         str, typer.Option(metavar="ID", help="Read the source under this exported snapshot.")
@@ -42,6 +98,7 @@ def data(
 ) -> None:
     """Count and checksum every table on both sides, inside the servers.
 
+    Tables that differ are listed; all of them with --verbose or --json.
     Exit code 9 if a table differs.
     """
     setup_logging(verbose=verbose, quiet=quiet)
@@ -50,13 +107,19 @@ def data(
         options.parse_dsn(target, "target"),
         jobs,
         snapshot or None,
+        rows,
+        most_rows,
+        tuple(table),
     )
+    began = time.monotonic()
     with Engine(master or default_master(jobs), parse_conf(conf)) as engine:
+        engine.start()
         found = compare_data(settings, engine)
     if as_json:
         print(json.dumps([asdict(one) | {"equal": one.is_equal} for one in found], default=str))
     else:
-        print_compared(found)
+        print_compared(found, every=bool(verbose), with_rows=rows)
+        print(_data_summary(found, time.monotonic() - began))
     raise_difference(found)
 
 
@@ -70,17 +133,96 @@ def raise_difference(found: list[Compared]) -> None:
         )
 
 
-def print_compared(found: list[Compared]) -> None:
-    """A line for each table."""
+def print_compared(found: list[Compared], *, every: bool = True, with_rows: bool = False) -> None:
+    """A line for each table, and one for each row that was named."""
+    listed = [one for one in found if every or not one.is_equal]
+    if not listed:
+        return
     listing = Table()
     for name in ("table", "", "rows source", "rows target", "checksum source", "checksum target"):
         listing.add_column(name, justify="left" if name in ("table", "") else "right")
-    for one in found:
+    for one in listed:
         sides = [one.source, one.target]
         listing.add_row(
             Text(one.label),
-            "=" if one.is_equal else Text("differs", style="bold red"),
+            "=" if one.is_equal else Text(_verdict(one), style="bold red"),
             *(f"{side.rows:,}" if side else "-" for side in sides),
             *(side.checksum if side else "-" for side in sides),
         )
     console().print(listing)
+    if with_rows:
+        _print_rows(listed)
+
+
+def _verdict(one: Compared) -> str:
+    return one.problem or (one.error.message if one.error else "differs")
+
+
+def _print_rows(found: list[Compared]) -> None:
+    if not any(one.rows for one in found):
+        return
+    listing = Table()
+    for name in ("table", "row", "key", "count"):
+        listing.add_column(name, justify="right" if name == "count" else "left")
+    for one in found:
+        for row in one.rows:
+            listing.add_row(
+                Text(one.label), row.kind, Text(_render_key(one, row)), f"{row.count:,}"
+            )
+        if one.rows and not one.rows_complete:
+            listing.add_row(Text(one.label), "...", "and more: see --most-rows", "")
+    console().print(listing)
+
+
+def _render_key(one: Compared, row: RowDifference) -> str:
+    if not one.key:
+        return f"no key; hash {row.key[0]}"
+    return ", ".join(f"{name}={value}" for name, value in zip(one.key, row.key, strict=True))
+
+
+def _data_summary(found: list[Compared], seconds: float) -> str:
+    rows = sum(one.source.rows for one in found if one.source)
+    different = sum(not one.is_equal for one in found)
+    verdict = f"{different} of {len(found)} tables differ" if different else "equal"
+    return f"{verdict}: {len(found)} tables, {rows:,} rows in {render_seconds(seconds)}"
+
+
+def print_schema(found: SchemaComparison) -> None:
+    """A line for each difference and each note, then the verdict."""
+    for title, differences in (("differences", found.differences), ("notes", found.notes)):
+        if not differences:
+            continue
+        listing = Table(title=title, title_justify="left")
+        for name in ("kind", "object", "property", "source", "target"):
+            listing.add_column(name, overflow="fold")
+        for one in differences:
+            listing.add_row(one.kind, Text(one.name), one.property, *map(Text, _excerpts(one)))
+        console().print(listing)
+    objects = sum(found.objects.values())
+    verdict = f"{len(found.differences)} differences" if found.differences else "equal"
+    notes = f", {len(found.notes)} notes" if found.notes else ""
+    print(f"{verdict}{notes}: {objects:,} objects of {len(found.objects)} kinds")
+
+
+def _excerpts(one: Difference) -> tuple[str, str]:
+    """Both values, short; where they are long, from just before the place where they part."""
+    source, target = (_render_value(value) for value in (one.source, one.target))
+    if max(len(source), len(target)) <= VALUE_CHARACTERS:
+        return source, target
+    pairs = enumerate(zip(source, target, strict=False))
+    parting = next((at for at, (a, b) in pairs if a != b), min(len(source), len(target)))
+    start = max(0, parting - LEAD_CHARACTERS)
+    return _excerpt(source, start), _excerpt(target, start)
+
+
+def _excerpt(text: str, start: int) -> str:
+    end = start + VALUE_CHARACTERS
+    return ("…" if start else "") + text[start:end] + ("…" if end < len(text) else "")
+
+
+def _render_value(value: object) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -1,0 +1,79 @@
+"""A source that is written to all the while: the clone is the source of one instant."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psycopg
+import pytest
+
+from millrace.clone.compare_run import CompareSettings, compare_data
+from millrace.clone.progress import Reporter
+from millrace.clone.run import clone
+from millrace.clone.settings import CloneSettings
+from millrace.clone.split import SplitSettings
+from millrace.config.dsn import Dsn
+from millrace.demo.shop import Writers, create_shop
+from millrace.postgres.embedded import Cluster
+from millrace.snapshot.export import open_snapshot
+from millrace.spark.session import Engine
+
+DEADLINE_SECONDS = 60
+
+
+@pytest.fixture(scope="module")
+def shop(source_cluster: Cluster) -> Iterator[str]:
+    uri = source_cluster.create_database("busy_shop")
+    create_shop(uri, megabytes=20)
+    yield uri
+    source_cluster.drop_database("busy_shop")
+
+
+@pytest.mark.parametrize("split", [0, 512 * 1024], ids=["whole", "split"])
+def test_clone_of_a_busy_shop_holds_exactly_the_rows_of_its_snapshot(
+    shop: str, target_db: str, engine: Engine, reporter: Reporter, tmp_path: Path, split: int
+) -> None:
+    source, target = Dsn.parse(shop), Dsn.parse(target_db)
+    with Writers(shop) as writers, open_snapshot(source) as held:
+        wait_until(lambda: writers.committed > 0)
+        before = writers.committed
+        settings = CloneSettings(
+            source,
+            target,
+            tmp_path / "work",
+            split=SplitSettings(larger_than_bytes=split),
+            snapshot=held.id,
+        )
+        result = clone(settings, engine, reporter)
+        assert result.summary is not None
+        assert result.summary.snapshot == held.id
+        assert (max(table.parts for table in result.summary.tables) > 1) == bool(split)
+        assert writers.committed > before
+
+        compared = compare_data(CompareSettings(source, target, snapshot=held.id), engine)
+        assert [one.label for one in compared if not one.is_equal] == []
+        assert {"shop.order_lines", "shop.orders_2025_12_0", "audit.log"} <= {
+            one.label for one in compared
+        }
+        # Without the snapshot the target would have some of what was written meanwhile.
+        count = "SELECT count(*) FROM shop.orders"
+        wait_until(lambda: scalar(shop, count) > scalar(target_db, count))
+    # Sequences know no snapshots: a target's may be ahead of its rows, never behind.
+    behind = "SELECT (SELECT last_value FROM shop.orders_id_seq) - max(id) FROM shop.orders"
+    assert scalar(target_db, behind) >= 0
+
+
+def scalar(uri: str, query: str) -> int:
+    with psycopg.connect(uri) as connection:
+        row = connection.execute(query.encode()).fetchone()
+    assert row is not None
+    return int(row[0])
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true"
+        time.sleep(0.01)

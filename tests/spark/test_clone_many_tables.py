@@ -1,0 +1,100 @@
+"""Five thousand small tables: a plan of few tasks, and not a table lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+
+from millrace.clone.progress import Reporter
+from millrace.clone.run import clone
+from millrace.clone.settings import CloneSettings
+from millrace.config.dsn import Dsn
+from millrace.postgres.embedded import open_cluster
+from millrace.spark.session import Engine
+
+TABLES = 5000
+TABLES_AT_ONCE = 500  # in one query
+
+# The snapshot's holder and pg_dump each lock every table.
+MANY_LOCKS = {"max_locks_per_transaction": "256", "shared_buffers": "256MB"}
+
+CREATE = """
+DO $$
+BEGIN
+    FOR i IN {first}..{last} LOOP
+        EXECUTE format('CREATE TABLE many.t%s (id int PRIMARY KEY, name text, at timestamptz)', i);
+        EXECUTE format(
+            'INSERT INTO many.t%s SELECT n, %L || n, now() FROM generate_series(1, %s) AS n',
+            i, 'table ' || i || ' row ', i %% 7);
+    END LOOP;
+END $$"""
+
+
+@pytest.fixture
+def servers() -> Iterator[tuple[str, str]]:
+    with (
+        open_cluster(16, settings=MANY_LOCKS) as source,
+        open_cluster(18, settings=MANY_LOCKS) as target,
+    ):
+        uri = source.create_database("many")
+        with psycopg.connect(uri, autocommit=True) as connection:
+            connection.execute("CREATE SCHEMA many")
+            for first in range(1, TABLES + 1, TABLES_AT_ONCE):
+                statement = CREATE.format(first=first, last=first + TABLES_AT_ONCE - 1)
+                connection.execute(statement.replace("%%", "%").encode())
+        yield uri, target.create_database("many")
+
+
+@pytest.mark.slow
+def test_five_thousand_small_tables_arrive_in_few_tasks(
+    servers: tuple[str, str], engine: Engine, reporter: Reporter, tmp_path: Path
+) -> None:
+    source, target = servers
+    result = clone(CloneSettings(Dsn.parse(source), Dsn.parse(target), tmp_path), engine, reporter)
+    assert result.summary is not None
+    for step in result.summary.steps:
+        print(f"{float(str(step['seconds'])):6.2f} s  {step['name']}")  # noqa: T201
+    print(f"{result.summary.seconds:6.2f} s  in {len(result.plan.packs)} tasks")  # noqa: T201
+
+    assert len(result.summary.tables) == TABLES
+    assert len(result.plan.packs) <= 32
+    assert max(len(pack.parts) for pack in result.plan.packs) < TABLES / 4
+    sums = checksums(source)
+    assert len(sums) == TABLES
+    assert checksums(target) == sums
+    assert result.summary.rows == sum(rows for _, rows, _ in sums)
+    assert keys(target) == keys(source)
+
+
+def checksums(uri: str) -> list[tuple[Any, ...]]:
+    """Name, count and checksum of every table."""
+    found: list[tuple[Any, ...]] = []
+    with psycopg.connect(uri) as connection:
+        names = [
+            row[0]
+            for row in connection.execute(
+                "SELECT relname FROM pg_class WHERE relkind = 'r'"
+                " AND relnamespace = 'many'::regnamespace ORDER BY 1"
+            )
+        ]
+        for at in range(0, len(names), TABLES_AT_ONCE):
+            query = " UNION ALL ".join(
+                f"SELECT '{name}', count(*), sum(hashtextextended(t::text, 0)) FROM many.{name} t"
+                for name in names[at : at + TABLES_AT_ONCE]
+            )
+            found += connection.execute(query.encode()).fetchall()
+    return sorted(found)
+
+
+def keys(uri: str) -> list[tuple[Any, ...]]:
+    """The primary keys, valid and in use."""
+    with psycopg.connect(uri) as connection:
+        return connection.execute(
+            "SELECT conname, pg_get_constraintdef(c.oid), indisvalid FROM pg_constraint AS c"
+            " JOIN pg_index ON indexrelid = conindid WHERE contype = 'p'"
+            " AND connamespace = 'many'::regnamespace ORDER BY 1"
+        ).fetchall()

@@ -48,6 +48,8 @@ class Table:
     # (oid, schema, name) of the partitioned table its rows must go through, because the target
     # may put them into other partitions: hash values of enums, for one, differ between servers.
     load_via: tuple[int, str, str] | None = None
+    # Which rows are copied, a predicate over the source's row; None for all.
+    where: str | None = None
 
     @property
     def label(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -12,6 +13,7 @@ from rich.text import Text
 
 from millrace.cli import options
 from millrace.cli.display import console, open_display, print_summary
+from millrace.clone.filter import FilterRules, read_filters
 from millrace.clone.plan import Plan, plan_packs
 from millrace.clone.run import CloneResult, dry_run
 from millrace.clone.run import clone as run_clone
@@ -19,6 +21,7 @@ from millrace.clone.schema import SchemaSettings
 from millrace.clone.settings import CloneSettings
 from millrace.clone.split import SplitSettings
 from millrace.config.size import parse_size, render_size
+from millrace.errors import ConfigError
 from millrace.log import setup_logging
 from millrace.spark.session import Engine, default_master, parse_conf
 
@@ -65,6 +68,19 @@ def clone(
     split_tables_larger_than: options.SplitLarger = "0",
     split_max_parts: options.SplitMaxParts = 0,
     skip_split_by_ctid: options.SkipSplitByCtid = False,
+    filters: Annotated[
+        Path | None,
+        typer.Option(
+            "--filters",
+            "--filter",
+            envvar="MILLRACE_FILTERS",
+            metavar="FILE",
+            help="Leave out schemas, tables, rows, columns, indexes, extensions: pgcopydb's INI "
+            "file, with [table-where] and [exclude-column] besides.",
+            rich_help_panel=WHAT,
+            show_default=False,
+        ),
+    ] = None,
     drop_if_exists: Annotated[
         bool, _flag("drop-if-exists", "First drop from the target what the source has too.")
     ] = False,
@@ -183,6 +199,7 @@ def clone(
             skip_extension_comments=skip_ext_comments,
             skip_collations=skip_collations,
         ),
+        filters=read_filters(filters) if filters else FilterRules(),
         drop_if_exists=drop_if_exists,
         roles=roles,
         role_passwords=not no_role_passwords,
@@ -196,6 +213,8 @@ def clone(
         restart=restart,
         not_consistent=not_consistent,
     )
+    if skip_extensions and settings.filters.of("include-only-extension"):
+        raise ConfigError("--skip-extensions and [include-only-extension] exclude each other")
     spark_conf = parse_conf(conf)
     if is_dry_run:
         print_plan(dry_run(settings), jobs=table_jobs, as_json=as_json)

@@ -62,9 +62,7 @@ def main(arguments: list[str] | None = None) -> None:
         code = error.exit_code
     except (click.Abort, KeyboardInterrupt) as stop:
         print("millrace: stopped", file=sys.stderr)
-        code = (
-            143 if isinstance(stop, Terminated) or isinstance(stop.__cause__, Terminated) else 130
-        )
+        code = 143 if Terminated in (type(stop), type(stop.__cause__)) else 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 141

@@ -83,9 +83,9 @@ def part_statements(table: Table, part: Part) -> PartStatements:
     """
     name = qualified(table.schema, table.name)
     listed = columns([column.name for column in table.columns])
-    condition = part.condition
-    if table.extension_condition:
-        condition = re.sub(r"(?i)^\s*where\s+", "", table.extension_condition)
+    own = re.sub(r"(?i)^\s*where\s+", "", table.extension_condition or "")
+    conditions = [each for each in (part.condition, own, table.where) if each]
+    condition = " AND ".join(f"({each})" for each in conditions)
     form = "text" if table.text_reason else "binary"
     if condition or not listed:
         where = f" WHERE {condition}" if condition else ""

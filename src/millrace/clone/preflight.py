@@ -278,7 +278,7 @@ def _check_roles(
     if missing:
         yield Problem(
             "target",
-            f"missing here, but owning things or with grants on the source: {_some(missing, 'role')}",
+            f"missing, but owners or grantees on the source: {_some(missing, 'role')}",
             "; ".join(f"CREATE ROLE {ident(role)}" for role in missing)
             + "; or --roles to copy roles, or --no-owner and --no-acl",
         )
@@ -341,7 +341,8 @@ def _check_large_object_rights(source: Connection, settings: CloneSettings) -> I
 def _check_standby(source: Connection) -> Iterable[Problem]:
     row = source.execute(
         "SELECT count(*) FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace"
-        f" WHERE pg_is_in_recovery() AND c.relkind = 'r' AND c.relpersistence = 'u' AND {_USER_SCHEMA}"
+        " WHERE pg_is_in_recovery() AND c.relkind = 'r' AND c.relpersistence = 'u'"
+        f" AND {_USER_SCHEMA}"
     ).fetchone()
     if row and row[0]:
         yield Problem(

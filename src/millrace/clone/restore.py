@@ -11,6 +11,8 @@ import time
 
 from millrace import failpoint
 from millrace.clone.constraint import add_foreign_key, run_disjoint
+from millrace.clone.filter import Decision
+from millrace.clone.filtering import filter_entries
 from millrace.clone.job import Job
 from millrace.clone.plan import Plan
 from millrace.clone.schema import RestoreLists, chunks, plan_restore
@@ -18,6 +20,7 @@ from millrace.clone.session_pool import SessionPool
 from millrace.clone.target import read_schema_names
 from millrace.postgres import record
 from millrace.postgres.connect import connect, translated
+from millrace.postgres.depend import read_entry_depends
 from millrace.postgres.dump import Archive, Entry, dump_schema
 from millrace.postgres.quote import ident, qualified
 from millrace.postgres.script import run_script
@@ -36,11 +39,18 @@ def open_archive(job: Job, snapshot: str | None) -> Archive:
     return archive
 
 
-def plan_lists(job: Job, archive: Archive, catalog: SourceCatalog) -> RestoreLists:
+def plan_lists(
+    job: Job, archive: Archive, catalog: SourceCatalog, decision: Decision
+) -> RestoreLists:
     """What is restored when; the same for every process of a run."""
+    pre_data, post_data = archive.entries("pre-data"), archive.entries("post-data")
+    if not job.settings.filters.is_empty:
+        depends = read_entry_depends(archive)
+        pre_data = filter_entries(pre_data, decision, depends)
+        post_data = filter_entries(post_data, decision, depends)
     return plan_restore(
-        archive.entries("pre-data"),
-        archive.entries("post-data"),
+        pre_data,
+        post_data,
         catalog,
         job.settings.schema,
         existing_schema_oids=job.store.read_existing_schemas(),

@@ -26,6 +26,7 @@ from millrace.clone import preflight
 from millrace.clone.copying import Copying
 from millrace.clone.directory import Directory, open_directory, pinned
 from millrace.clone.engine import Engine
+from millrace.clone.filtering import read_decision
 from millrace.clone.job import Job
 from millrace.clone.plan import Plan, plan_clone
 from millrace.clone.progress import Reporter
@@ -101,7 +102,8 @@ def dry_run(settings: CloneSettings) -> CloneResult:
     settings = _resolved(settings)
     problems, _, encoding = _check_servers(settings, continues=False)
     with open_snapshot(settings.source, settings.snapshot) as snapshot:
-        catalog = read_source(snapshot.connection, settings, target_encoding=encoding)
+        decision = read_decision(snapshot.connection, settings.filters)
+        catalog = read_source(snapshot.connection, settings, decision, target_encoding=encoding)
         samples = sample_tables(snapshot.connection, catalog.tables, settings.split)
     return CloneResult(plan_clone(catalog, samples, settings.split), problems)
 
@@ -180,9 +182,11 @@ class _Run:
                 )
             self.job.add_timing("connect and check", time.monotonic() - began)
             try:
-                self._own_target()
                 if settings.steps & MOVING:
                     self.engine.start()
+                    if not self.engine.is_local:
+                        self.engine.wait()  # a cluster out of reach is told before anything is done
+                self._own_target()
                 with self.job.step("take a snapshot and read the catalog"):
                     snapshot = stack.enter_context(self._open_snapshot())
                 result = self._run_under(snapshot)
@@ -260,8 +264,12 @@ class _Run:
                 raise
             try:
                 log.info("using snapshot %s", snapshot.id)
+                self.decision = read_decision(snapshot.connection, self.settings.filters)
                 self.catalog = read_source(
-                    snapshot.connection, self.settings, target_encoding=self.job.target_encoding
+                    snapshot.connection,
+                    self.settings,
+                    self.decision,
+                    target_encoding=self.job.target_encoding,
                 )
                 if not self.catalog.rewritten:
                     return snapshot
@@ -285,7 +293,8 @@ class _Run:
             plan = self._plan(snapshot)
             archive = dumping.result()
         catalog = plan.catalog
-        lists = plan_lists(job, archive, catalog)
+        self._log_decision()
+        lists = plan_lists(job, archive, catalog, self.decision)
         if Step.ROLES in steps and settings.roles:
             with job.step("roles"), connect(settings.target, job.role("roles")) as target:
                 copy_roles(job.tools, settings, target)
@@ -333,6 +342,15 @@ class _Run:
         if steps == CloneSettings.steps or (self.setup and self.setup["finished_at"]):
             self._close_run()
         return CloneResult(plan, [], summary)
+
+    def _log_decision(self) -> None:
+        """Say what the filters leave out that no rule names, and what they could not leave out."""
+        decision = self.decision
+        for warning in decision.warnings:
+            log.warning("%s", warning)
+        for what, keys in (("left out too", decision.dependents), ("kept", decision.kept)):
+            for key, reason in keys.items():
+                log.info("%s: %s (%s)", what, decision.labels.get(key, key), reason)
 
     def _plan(self, snapshot: HeldSnapshot) -> Plan:
         """The plan of this run: made now, or by the process that began it."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
+from millrace.clone.filter import FilterRules
 from millrace.clone.schema import SchemaSettings
 from millrace.clone.split import SplitSettings
 from millrace.clone.step import ALL, Step
@@ -35,7 +35,7 @@ class CloneSettings:
     snapshot: str | None = None
     maintenance_work_mem: str = "1GB"
     steps: frozenset[Step] = ALL
-    filters: Any = None
+    filters: FilterRules = field(default_factory=FilterRules)
     # Go on with the run in the work directory, or empty its target and start from zero.
     resume: bool = False
     restart: bool = False

@@ -452,6 +452,8 @@ def sample_keys(connection: Connection, table: Table, percent: float) -> list[tu
         f"SELECT {key}::int8, {weight} FROM ONLY {qualified(table.schema, table.name)}"
         f" TABLESAMPLE SYSTEM ({percent:.6f}) REPEATABLE (1)"
     )
-    if table.split_key:
-        query += f" WHERE {key} IS NOT NULL"
+    conditions = [f"{key} IS NOT NULL"] if table.split_key else []
+    conditions += [f"({table.where})"] if table.where else []
+    if conditions:
+        query += " WHERE " + " AND ".join(conditions)
     return connection.execute(query).fetchall()

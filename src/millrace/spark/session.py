@@ -64,6 +64,7 @@ class Engine:
         self, master: str, conf: Mapping[str, str] | None = None, log_path: Path | None = None
     ) -> None:
         self.master = _with_attempts(master)
+        self.is_local = self.master.startswith("local")
         self.conf = dict(conf or {})
         find_java()  # a missing Java is told before anything else happens
         self.start_seconds = 0.0

@@ -42,11 +42,14 @@ class Table:
     estimated_rows: int
     split_key: SplitKey | None = None
     access_method: str = "heap"
+    is_unlogged: bool = False
     # Which rows of an extension's configuration table are the user's; None for ordinary tables.
     extension_condition: str | None = None
     # (oid, schema, name) of the partitioned table its rows must go through, because the target
     # may put them into other partitions: hash values of enums, for one, differ between servers.
     load_via: tuple[int, str, str] | None = None
+    # Which rows are copied, a predicate over the source's row; None for all.
+    where: str | None = None
 
     @property
     def label(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -12,13 +13,15 @@ from rich.text import Text
 
 from millrace.cli import options
 from millrace.cli.display import console, open_display, print_summary
-from millrace.clone.plan import Plan
+from millrace.clone.filter import FilterRules, read_filters
+from millrace.clone.plan import Plan, plan_packs
 from millrace.clone.run import CloneResult, dry_run
 from millrace.clone.run import clone as run_clone
 from millrace.clone.schema import SchemaSettings
 from millrace.clone.settings import CloneSettings
 from millrace.clone.split import SplitSettings
 from millrace.config.size import parse_size, render_size
+from millrace.errors import ConfigError
 from millrace.log import setup_logging
 from millrace.spark.session import Engine, default_master, parse_conf
 
@@ -65,6 +68,19 @@ def clone(
     split_tables_larger_than: options.SplitLarger = "0",
     split_max_parts: options.SplitMaxParts = 0,
     skip_split_by_ctid: options.SkipSplitByCtid = False,
+    filters: Annotated[
+        Path | None,
+        typer.Option(
+            "--filters",
+            "--filter",
+            envvar="MILLRACE_FILTERS",
+            metavar="FILE",
+            help="Leave out schemas, tables, rows, columns, indexes, extensions: pgcopydb's INI "
+            "file, with [table-where] and [exclude-column] besides.",
+            rich_help_panel=WHAT,
+            show_default=False,
+        ),
+    ] = None,
     drop_if_exists: Annotated[
         bool, _flag("drop-if-exists", "First drop from the target what the source has too.")
     ] = False,
@@ -118,8 +134,26 @@ def clone(
             show_default=False,
         ),
     ] = "",
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume",
+            help="Go on with the run in the work directory: what is committed stays. Needs its "
+            "snapshot, held by `millrace snapshot`, or --not-consistent.",
+        ),
+    ] = False,
     restart: Annotated[
-        bool, typer.Option("--restart", help="Forget an unfinished run in the work directory.")
+        bool,
+        typer.Option(
+            "--restart", help="Empty the target of the run in the work directory, and start anew."
+        ),
+    ] = False,
+    not_consistent: Annotated[
+        bool,
+        typer.Option(
+            "--not-consistent",
+            help="Nobody writes to the source: resume under another snapshot than before.",
+        ),
     ] = False,
     master: options.Master = "",
     conf: options.Conf = [],  # noqa: B006 (typer's way)
@@ -165,6 +199,7 @@ def clone(
             skip_extension_comments=skip_ext_comments,
             skip_collations=skip_collations,
         ),
+        filters=read_filters(filters) if filters else FilterRules(),
         drop_if_exists=drop_if_exists,
         roles=roles,
         role_passwords=not no_role_passwords,
@@ -174,17 +209,22 @@ def clone(
         fail_fast=fail_fast,
         snapshot=snapshot or None,
         maintenance_work_mem=checked_memory(maintenance_work_mem),
+        resume=resume,
         restart=restart,
+        not_consistent=not_consistent,
     )
+    if skip_extensions and settings.filters.of("include-only-extension"):
+        raise ConfigError("--skip-extensions and [include-only-extension] exclude each other")
     spark_conf = parse_conf(conf)
     if is_dry_run:
-        print_plan(dry_run(settings), as_json=as_json)
+        print_plan(dry_run(settings), jobs=table_jobs, as_json=as_json)
         return
     slots = table_jobs + (0 if skip_large_objects else large_objects_jobs)
     engine = Engine(master or default_master(slots), spark_conf, directory / "spark.log")
     with engine, open_display(quiet=quiet) as display:
         result = run_clone(settings, engine, display)
-    assert result.summary is not None
+    if result.summary is None:
+        return  # resumed, and nothing was left to do
     if as_json:
         print(json.dumps(asdict(result.summary), default=str))
     elif not quiet:
@@ -196,11 +236,11 @@ def checked_memory(text: str) -> str:
     return f"{max(1024, parse_size(text) // 1024)}kB"
 
 
-def print_plan(result: CloneResult, *, as_json: bool) -> None:
+def print_plan(result: CloneResult, *, jobs: int, as_json: bool) -> None:
     """What a clone would do."""
     plan = result.plan
     if as_json:
-        print(json.dumps(plan_as_dict(result), default=str))
+        print(json.dumps(plan_as_dict(result, jobs=jobs), default=str))
         return
     out = console()
     tables = Table(title="Plan", title_justify="left")
@@ -217,8 +257,9 @@ def print_plan(result: CloneResult, *, as_json: bool) -> None:
         )
     out.print(tables)
     catalog = plan.catalog
+    packs = plan_packs(plan.every_part, jobs=jobs)
     out.print(
-        f"{len(catalog.tables)} tables in {len(plan.packs)} Spark tasks, "
+        f"{len(catalog.tables)} tables in {len(packs)} Spark tasks, "
         f"{len(catalog.indexes)} indexes, {len(catalog.foreign_keys)} foreign keys, "
         f"{len(catalog.sequences)} sequences, "
         f"{sum(r.count for r in catalog.large_object_ranges)} large objects; nothing was changed"
@@ -227,7 +268,7 @@ def print_plan(result: CloneResult, *, as_json: bool) -> None:
         out.print(Text(f"warning: {warning.side}: {warning.what}"))
 
 
-def plan_as_dict(result: CloneResult) -> dict[str, object]:
+def plan_as_dict(result: CloneResult, *, jobs: int) -> dict[str, object]:
     """The plan as JSON has it."""
     plan: Plan = result.plan
     return {
@@ -245,7 +286,7 @@ def plan_as_dict(result: CloneResult) -> dict[str, object]:
             }
             for table in plan.catalog.tables
         ],
-        "tasks": len(plan.packs),
+        "tasks": len(plan_packs(plan.every_part, jobs=jobs)),
         "foreign_keys": len(plan.catalog.foreign_keys),
         "sequences": len(plan.catalog.sequences),
         "large_objects": sum(r.count for r in plan.catalog.large_object_ranges),

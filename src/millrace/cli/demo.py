@@ -85,7 +85,8 @@ def _clone_and_compare(
             result = run_clone(settings, engine, display)
         written = writers.committed
         assert result.summary is not None
-        print_summary(result.summary, most_tables=12)
+        if not quiet:
+            print_summary(result.summary, most_tables=12)
         say("comparing every table on both sides under the same snapshot")
         began = time.monotonic()
         compared = compare_data(CompareSettings(source, target, JOBS, snapshot.id), engine)

@@ -157,7 +157,7 @@ def print_summary(summary: Summary, *, most_tables: int = 25) -> None:
         )
     out.print(tables)
     if len(summary.tables) > most_tables:
-        out.print(f"and {len(summary.tables) - most_tables} more tables, in summary.json")
+        out.print(f"and {len(summary.tables) - most_tables} more tables")
     steps = Table(title="Steps", title_justify="left")
     steps.add_column("step")
     steps.add_column("time", justify="right")

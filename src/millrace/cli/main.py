@@ -16,11 +16,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import click
 import typer
 
 from millrace import __version__
-from millrace.cli import clone, compare, demo, list_
-from millrace.errors import ConfigError, InvariantError, MillraceError
+from millrace.cli import clone, compare, copy, demo, list_, snapshot
+from millrace.errors import ConfigError, InvariantError, MillraceError, MismatchError
 from millrace.log import redact
 
 log = logging.getLogger("millrace")
@@ -35,6 +36,10 @@ app = typer.Typer(
 )
 app.command("clone")(clone.clone)
 app.command("demo")(demo.demo)
+app.command("snapshot")(snapshot.snapshot)
+app.add_typer(copy.copy_app, name="copy")
+app.add_typer(copy.dump_app, name="dump")
+app.add_typer(copy.restore_app, name="restore")
 app.add_typer(list_.app, name="list")
 app.add_typer(compare.app, name="compare")
 
@@ -49,25 +54,27 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the program and exit."""
     signal.signal(signal.SIGTERM, _terminate)
     try:
-        app(arguments, standalone_mode=True, default_map=read_settings_file())
+        code = app(arguments, standalone_mode=False, default_map=read_settings_file())
     except MillraceError as error:
-        sys.exit(report(error))
-    except KeyboardInterrupt as interrupt:
-        print("\nmillrace: stopped", file=sys.stderr)
-        sys.exit(143 if isinstance(interrupt, Terminated) else 130)
+        code = report(error)
+    except click.ClickException as error:
+        error.show()
+        code = error.exit_code
+    except (click.Abort, KeyboardInterrupt) as stop:
+        print("millrace: stopped", file=sys.stderr)
+        code = 143 if Terminated in (type(stop), type(stop.__cause__)) else 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)
+        code = 141
     except Exception as error:
         log.debug("unexpected error", exc_info=True)
-        sys.exit(
-            report(
-                InvariantError(
-                    f"unexpected {type(error).__name__}: {redact(str(error))}",
-                    hint="this is a bug in millrace; please report it with the output of --verbose",
-                )
+        code = report(
+            InvariantError(
+                f"unexpected {type(error).__name__}: {redact(str(error))}",
+                hint="this is a bug in millrace; please report it with the output of --verbose",
             )
         )
+    sys.exit(code or 0)
 
 
 class Terminated(KeyboardInterrupt):
@@ -76,7 +83,8 @@ class Terminated(KeyboardInterrupt):
 
 def report(error: MillraceError) -> int:
     """Tell a person, or a program, what went wrong; the exit code."""
-    if "--json" in sys.argv:
+    # A difference has been printed already, as the result it is.
+    if "--json" in sys.argv and not isinstance(error, MismatchError):
         print(json.dumps(error.to_dict(), default=str))
     print(f"millrace: {redact(error.message)}", file=sys.stderr)
     if error.hint:
@@ -86,18 +94,39 @@ def report(error: MillraceError) -> int:
 
 def read_settings_file() -> dict[str, Any]:
     """Defaults for options from millrace.toml in the current directory, a table per command."""
-    path = Path(os.environ.get("MILLRACE_CONFIG", "millrace.toml"))
+    named = os.environ.get("MILLRACE_CONFIG")
+    path = Path(named or "millrace.toml")
     if not path.exists():
+        if named:
+            raise ConfigError(f"MILLRACE_CONFIG names {path}, which does not exist")
         return {}
     try:
         found = tomllib.loads(path.read_text())
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
-    return {
-        command: {name.replace("-", "_"): value for name, value in options.items()}
-        for command, options in found.items()
-        if isinstance(options, dict)
-    }
+    return _defaults(typer.main.get_command(app), found, str(path))
+
+
+def _defaults(command: Any, table: dict[str, Any], where: str) -> dict[str, Any]:
+    """Option names as people write them, turned into parameter names; unknown ones refused."""
+    children = getattr(command, "commands", None)
+    names: dict[str, Any] = dict(children or {})
+    if children is None:
+        for parameter in command.params:
+            names |= {option.lstrip("-"): parameter for option in parameter.opts}
+    defaults = {}
+    for key, value in table.items():
+        if key not in names:
+            raise ConfigError(
+                f"{where}: unknown {'command' if children else 'option'} {key!r}",
+                hint=f"known are: {', '.join(sorted(names))}",
+            )
+        known = names[key]
+        if children is not None:
+            defaults[key] = _defaults(known, value, f"{where} [{key}]")
+        else:
+            defaults[known.name] = value
+    return defaults
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:

@@ -16,7 +16,7 @@ Source = Annotated[
     typer.Option(
         envvar="MILLRACE_SOURCE",
         metavar="URI",
-        help="The database to read: a libpq URI or keyword string.",
+        help="The database to copy from: a libpq URI or keyword string.",
         show_default=False,
     ),
 ]
@@ -25,14 +25,16 @@ Target = Annotated[
     typer.Option(
         envvar="MILLRACE_TARGET",
         metavar="URI",
-        help="The database to write: a libpq URI or keyword string.",
+        help="The other database: a libpq URI or keyword string.",
         show_default=False,
     ),
 ]
 Directory = Annotated[
     Path,
     typer.Option(
-        "--dir", envvar="MILLRACE_DIR", help="Work directory: plan, log, summary of one run."
+        "--dir",
+        envvar="MILLRACE_DIR",
+        help="Work directory of one run: its plan, its summary, Spark's log.",
     ),
 ]
 DEFAULT_DIRECTORY = Path(tempfile.gettempdir()) / "millrace"

@@ -44,6 +44,7 @@ class PartStatements:
     copy_in: str
     # Run on the target after the COPY, in the same transaction.
     after: str = ""
+    unlogged: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,9 +83,9 @@ def part_statements(table: Table, part: Part) -> PartStatements:
     """
     name = qualified(table.schema, table.name)
     listed = columns([column.name for column in table.columns])
-    condition = part.condition
-    if table.extension_condition:
-        condition = re.sub(r"(?i)^\s*where\s+", "", table.extension_condition)
+    own = re.sub(r"(?i)^\s*where\s+", "", table.extension_condition or "")
+    conditions = [each for each in (part.condition, own, table.where) if each]
+    condition = " AND ".join(f"({each})" for each in conditions)
     form = "text" if table.text_reason else "binary"
     if condition or not listed:
         where = f" WHERE {condition}" if condition else ""
@@ -98,7 +99,7 @@ def part_statements(table: Table, part: Part) -> PartStatements:
     else:
         copy_in = f"COPY {into} FROM STDIN (FORMAT {form})"
     label = table.label if part.total == 1 else f"{table.label} [{part.number}/{part.total}]"
-    return PartStatements(table.oid, part.number, label, out, copy_in)
+    return PartStatements(table.oid, part.number, label, out, copy_in, unlogged=table.is_unlogged)
 
 
 def copy_parts(task: CopyTask, attempt: int = 0) -> list[Outcome]:
@@ -184,6 +185,7 @@ class _Pair:
                 copied.bytes,
                 seconds,
                 self.attempt,
+                unlogged=part.unlogged,
             ),
         )
         failpoint.hit("copy.after-commit")
@@ -214,7 +216,12 @@ def claim(
     """Take the part's lock in a new transaction; its record if it is done already."""
     if attempt:
         _evict_earlier_attempt(target, task, part)
-    results = execute(target, record.claim_sql(task.run_id, task.epoch, part.table_oid, part.part))
+    results = execute(
+        target,
+        record.claim_sql(
+            task.run_id, task.epoch, part.table_oid, part.part, unlogged=part.unlogged
+        ),
+    )
     if not results[2].ntuples:
         raise WorkDirError(
             f"run {task.run_id} was taken over by another process",

@@ -10,24 +10,22 @@ from __future__ import annotations
 import logging
 import time
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from typing import Any
 
 import psycopg
 
 from millrace.clone.copy import CopyTask, Outcome, PartStatements, copy_parts, part_statements
-from millrace.clone.engine import Engine
 from millrace.clone.finish import TableFinisher
+from millrace.clone.job import Job
 from millrace.clone.large_object import large_object_statements
-from millrace.clone.plan import Plan
-from millrace.clone.progress import Progress, Reporter, read_running_copies, read_running_indexes
-from millrace.clone.settings import CloneSettings
-from millrace.errors import InvariantError, MillraceError, SnapshotLost
+from millrace.clone.plan import Plan, plan_packs
+from millrace.clone.progress import read_running_copies, read_running_indexes
+from millrace.clone.step import Step
+from millrace.errors import InvariantError, MillraceError, ServerError, SnapshotLost
 from millrace.postgres import record
 from millrace.postgres.connect import connect, translated
 from millrace.retry import with_retries
 from millrace.snapshot.export import HeldSnapshot
-from millrace.workdir.store import Store
 
 log = logging.getLogger(__name__)
 
@@ -39,61 +37,53 @@ SNAPSHOT_CHECK_SECONDS = 5.0
 FATAL_CODES = frozenset({"53100"})
 
 
-@dataclass(frozen=True)
-class Stage:
-    """What the stage works with."""
-
-    run_id: str
-    epoch: int
-    settings: CloneSettings
-    encoding: str
-    plan: Plan
-    engine: Engine
-    store: Store
-    progress: Progress
-    reporter: Reporter
-
-
 class Copying:
     """One pass over all parts and large objects."""
 
-    def __init__(self, stage: Stage, snapshot: HeldSnapshot) -> None:
-        self.stage = stage
+    def __init__(self, job: Job, plan: Plan, snapshot: HeldSnapshot) -> None:
+        self.job = job
+        self.plan = plan
         self.snapshot = snapshot
         self.copied: dict[tuple[int, int], record.CopiedPart] = {}
         self._errors: list[MillraceError] = []
-        self._tables = stage.plan.tables
+        self._tables = plan.tables
         self._planned = {
-            (part.table_oid, part.number): part
-            for parts in stage.plan.parts.values()
-            for part in parts
+            (part.table_oid, part.number): part for parts in plan.parts.values() for part in parts
         }
-        self._unfinished = set(stage.plan.parts)
-        self._families = stage.plan.families()
-        self._finisher = TableFinisher(
-            stage.plan, stage.settings, stage.store, stage.progress, stage.run_id
-        )
-        self._watch = _RecordWatch(stage.run_id, stage.settings.table_jobs)
+        self._unfinished = set(plan.parts)
+        self._families = plan.families()
+        self._finisher = TableFinisher(job, plan)
+        self._moves_tables = Step.TABLE_DATA in job.settings.steps
+        self._watch = _RecordWatch(job.run_id, job.settings.table_jobs)
         self._target: Connection | None = None
         self._reported_at = 0.0
 
     def run(self) -> None:
         """Copy everything, build what rests on it; raises if anything failed."""
-        settings = self.stage.settings
+        settings = self.job.settings
         tables = ThreadPoolExecutor(settings.table_jobs, thread_name_prefix="copy")
         objects = ThreadPoolExecutor(settings.large_objects_jobs, thread_name_prefix="lo")
-        self.stage.progress.copy_started_at = time.monotonic()
+        self.job.progress.copy_started_at = time.monotonic()
         try:
+            for part in self._ask(self._watch.poll):
+                self._note_copied(part)
+            if not self._moves_tables:
+                self._unfinished.clear()
+                for oid in self.plan.parts:
+                    self._finisher.table_copied(oid)
             futures = {tables.submit(self._call, statements) for statements in self._packs()}
             futures |= {objects.submit(self._call, one) for one in self._large_objects()}
             self._wait_for_copies(futures)
-            self.stage.progress.copy_seconds = self.stage.progress.seconds()
+            self.job.progress.copy_seconds = self.job.progress.seconds()
+            # Nothing reads the source any more: let go of its locks and its horizon.
+            self.snapshot.close()
             self._wait_for_finisher()
+            self._check_records()
             self._finisher.close()
         except BaseException:
             tables.shutdown(wait=False, cancel_futures=True)
             objects.shutdown(wait=False, cancel_futures=True)
-            self.stage.engine.cancel()
+            self.job.engine.cancel()
             self._finisher.close(cancel=True)
             raise
         finally:
@@ -103,13 +93,18 @@ class Copying:
                 self._target.close()
 
     def _packs(self) -> list[tuple[PartStatements, ...]]:
+        if not self._moves_tables:
+            return []
+        left = [part for key, part in self._planned.items() if key not in self.copied]
         return [
             tuple(part_statements(self._tables[part.table_oid], part) for part in pack.parts)
-            for pack in self.stage.plan.packs
+            for pack in plan_packs(left, jobs=self.job.settings.table_jobs)
         ]
 
     def _large_objects(self) -> list[tuple[PartStatements, ...]]:
-        settings = self.stage.settings
+        settings = self.job.settings
+        if Step.LARGE_OBJECTS not in settings.steps or settings.skip_large_objects:
+            return []
         return [
             (
                 large_object_statements(
@@ -117,25 +112,26 @@ class Copying:
                     owner=not settings.schema.no_owner,
                     acl=not settings.schema.no_acl,
                     comments=not settings.schema.no_comments,
-                    replace=settings.drop_if_exists,
+                    replace=settings.drop_if_exists or settings.restart,
                 ),
             )
-            for objects in self.stage.plan.catalog.large_object_ranges
+            for objects in self.plan.catalog.large_object_ranges
+            if (record.LARGE_OBJECTS_OID, objects.number) not in self.copied
         ]
 
     def _call(self, statements: tuple[PartStatements, ...]) -> list[Outcome]:
-        stage = self.stage
+        job = self.job
         task = CopyTask(
-            stage.run_id,
-            stage.epoch,
-            stage.settings.source,
-            stage.settings.target,
+            job.run_id,
+            job.epoch,
+            job.settings.source,
+            job.settings.target,
             self.snapshot.id,
-            stage.encoding,
+            job.target_encoding,
             statements,
         )
         more = f" and {len(statements) - 1} more" if len(statements) > 1 else ""
-        return stage.engine.call(copy_parts, task, f"copy {statements[0].label}{more}")
+        return job.engine.call(copy_parts, task, f"copy {statements[0].label}{more}")
 
     def _wait_for_copies(self, waiting: set[Future[list[Outcome]]]) -> None:
         """Until every task has ended: hand over whole tables, notice errors, show progress."""
@@ -153,15 +149,29 @@ class Copying:
             if time.monotonic() - checked > SNAPSHOT_CHECK_SECONDS:
                 self.snapshot.check()
                 checked = time.monotonic()
+        self._hand_over()
         if self._errors:
             self._wait_for_finisher()
         missing = [self._tables[oid].label for oid, _ in set(self._planned) - set(self.copied)]
-        if missing:
+        if missing and self._moves_tables:
             raise InvariantError(f"tasks ended without a record: {', '.join(missing[:5])}")
+
+    def _check_records(self) -> None:
+        """Ask the target once more for every record: a server that crashed meanwhile may have
+        lost what it had not yet written, or an unlogged table, together with the record."""
+        there = {(p.table_oid, p.part) for p in self._ask(self._watch.read_all)}
+        lost = [key for key in self.copied if key not in there]
+        if lost:
+            names = sorted({self._tables[oid].label for oid, _ in lost if oid in self._tables})
+            raise ServerError(
+                f"the target crashed and lost {len(lost)} parts it had committed: "
+                f"{', '.join(names[:5]) or 'large objects'}",
+                hint="run the same command with --resume: only those are copied again",
+            )
 
     def _wait_for_finisher(self) -> None:
         """Until the last index, constraint and vacuum is done."""
-        self.stage.progress.step = "indexes, constraints, vacuum"
+        self.job.progress.step = "indexes, constraints, vacuum"
         while not self._finisher.wait(POLL_SECONDS):
             self._report()
             self._raise_fatal()
@@ -184,14 +194,14 @@ class Copying:
         if key in self.copied:
             return
         self.copied[key] = part
-        progress = self.stage.progress
+        progress = self.job.progress
         label = f"large objects {part.part}"
         if key in self._planned:
             label = self._tables[part.table_oid].label
             progress.parts_done += 1
         progress.copied_bytes += part.bytes
         progress.copied_rows += part.rows
-        self.stage.store.write_timing(
+        self.job.store.write_timing(
             "copy",
             label,
             part.seconds,
@@ -206,7 +216,7 @@ class Copying:
             if all(
                 (member, part.number) in self.copied
                 for member in self._families[oid]
-                for part in self.stage.plan.parts[member]
+                for part in self.plan.parts[member]
             ):
                 self._unfinished.discard(oid)
                 self._finisher.table_copied(oid)
@@ -218,7 +228,7 @@ class Copying:
             for error in errors
             if isinstance(error, SnapshotLost) or error.facts.get("sqlstate") in FATAL_CODES
         ]
-        if fatal or (errors and self.stage.settings.fail_fast):
+        if fatal or (errors and self.job.settings.fail_fast):
             raise several([*fatal, *errors])
 
     def _report(self) -> None:
@@ -226,7 +236,7 @@ class Copying:
         if time.monotonic() - self._reported_at < POLL_SECONDS:
             return
         self._reported_at = time.monotonic()
-        progress, run_id = self.stage.progress, self.stage.run_id
+        progress, run_id = self.job.progress, self.job.run_id
         progress.running_copies = []
         under_way = 0.0
         for copy in self._ask(lambda target: read_running_copies(target, run_id)):
@@ -243,14 +253,14 @@ class Copying:
         )
         progress.estimated_bytes_done = done + under_way
         progress.running_indexes = self._ask(lambda target: read_running_indexes(target, run_id))
-        self.stage.reporter.update(progress)
+        self.job.reporter.update(progress)
 
     def _ask(self, query: Any) -> Any:
         """Ask the target, on a new session if the last one was lost."""
 
         def attempt() -> Any:
             if self._target is None or self._target.closed:
-                self._target = connect(self.stage.settings.target, f"watch {self.stage.run_id}")
+                self._target = connect(self.job.settings.target, f"watch {self.job.run_id}")
             with translated("watching the target"):
                 return query(self._target)
 
@@ -264,6 +274,9 @@ class _RecordWatch:
         self._run_id = run_id
         self._margin = 4 * jobs + 16
         self._highest = 0
+
+    def read_all(self, target: Connection) -> list[record.CopiedPart]:
+        return [part for _, part in record.read_copied_parts(target, self._run_id)]
 
     def poll(self, target: Connection) -> list[record.CopiedPart]:
         found = record.read_copied_parts(target, self._run_id, self._highest - self._margin)

@@ -14,6 +14,8 @@ class Engine(Protocol):
 
     # How long it took until tasks could run.
     start_seconds: float
+    # Whether it runs on this machine alone, so that it can be trusted to start.
+    is_local: bool
 
     def start(self) -> None:
         """Begin to start, if that has not begun; returns at once."""

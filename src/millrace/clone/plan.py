@@ -32,12 +32,15 @@ class Pack:
 
 @dataclass(frozen=True)
 class Plan:
-    """Parts in the order in which they start, and what hangs on each table."""
+    """The parts of each table, and what hangs on it."""
 
     catalog: SourceCatalog
     parts: Mapping[int, tuple[Part, ...]]
-    packs: tuple[Pack, ...]
     indexes: Mapping[int, tuple[Index, ...]]
+
+    @property
+    def every_part(self) -> list[Part]:
+        return [part for table_parts in self.parts.values() for part in table_parts]
 
     def shared_tables(self) -> list[Table]:
         """Tables that several tasks fill, so that they must be emptied beforehand."""
@@ -65,18 +68,22 @@ def plan_clone(
     samples: Mapping[int, Sequence[Sampled]],
     split: SplitSettings,
     *,
-    jobs: int,
+    known: Mapping[int, tuple[Part, ...]] | None = None,
 ) -> Plan:
-    """The plan for all tables; `samples` has an entry for each table to split."""
+    """The plan for all tables; `samples` has an entry for each table to split.
+
+    `known` are parts planned before, by a process whose run goes on: sizes change, and some of
+    those parts may be copied already.
+    """
     parts = {
-        table.oid: tuple(plan_table_parts(table, samples.get(table.oid, ()), split))
+        table.oid: (known or {}).get(table.oid)
+        or tuple(plan_table_parts(table, samples.get(table.oid, ()), split))
         for table in catalog.tables
     }
     indexes: dict[int, tuple[Index, ...]] = {}
     for index in catalog.indexes:
         indexes[index.table_oid] = (*indexes.get(index.table_oid, ()), index)
-    every_part = [part for table_parts in parts.values() for part in table_parts]
-    return Plan(catalog, parts, tuple(plan_packs(every_part, jobs=jobs)), indexes)
+    return Plan(catalog, parts, indexes)
 
 
 def plan_table_parts(table: Table, samples: Sequence[Sampled], split: SplitSettings) -> list[Part]:

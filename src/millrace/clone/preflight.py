@@ -36,8 +36,10 @@ class Problem:
     is_warning: bool = False
 
 
-def check(source: Connection, target: Connection, settings: CloneSettings) -> list[Problem]:
-    """Every problem and warning of both servers."""
+def check(
+    source: Connection, target: Connection, settings: CloneSettings, *, continues: bool = False
+) -> list[Problem]:
+    """Every problem and warning of both servers; a run that goes on finds its own work there."""
     with translated("checking the servers"):
         problems = [
             *_check_versions(source, target),
@@ -47,9 +49,12 @@ def check(source: Connection, target: Connection, settings: CloneSettings) -> li
             *_check_connections(source, target, settings),
             *_check_locks(source),
             *_check_target_rights(target),
-            *_check_target_empty(target, settings),
+            *([] if continues else _check_target_empty(target, settings)),
             *_check_extensions(source, target, settings),
             *_check_roles(source, target, settings),
+            *_check_owners(source, target, settings),
+            *_check_large_object_rights(source, settings),
+            *_check_standby(source),
             *_check_tablespaces(source, target, settings),
             *_check_encoding(source, target),
         ]
@@ -161,7 +166,8 @@ def _check_connections(
     for side, connection, need in zip(("source", "target"), (source, target), needs, strict=True):
         row = connection.execute(
             "SELECT current_setting('max_connections')::int"
-            " - current_setting('superuser_reserved_connections')::int,"
+            " - current_setting('superuser_reserved_connections')::int"
+            " - coalesce(current_setting('reserved_connections', true)::int, 0),"
             " (SELECT count(*) FROM pg_stat_activity WHERE backend_type = 'client backend')"
         ).fetchone()
         assert row is not None
@@ -171,7 +177,8 @@ def _check_connections(
                 side,
                 f"{need} connections are needed for the jobs asked for, {max(room, 0)} are free",
                 f"ALTER SYSTEM SET max_connections = {row[1] + need + 10} and restart the server, "
-                "or ask for fewer jobs (--table-jobs, --index-jobs, --large-objects-jobs)",
+                "or ask for fewer jobs (--table-jobs, --index-jobs, --restore-jobs, "
+                "--large-objects-jobs)",
             )
 
 
@@ -264,27 +271,85 @@ def _check_roles(
     schema = settings.schema
     if settings.roles or (schema.no_owner and schema.no_acl):
         return
-    # pg_shdepend does not list the first superuser, who usually owns most.
     kinds = ("" if schema.no_owner else "o") + ("" if schema.no_acl else "ar")
-    needed = {
-        row[0]
-        for row in source.execute(
-            "SELECT pg_get_userbyid(s.refobjid) FROM pg_shdepend s JOIN pg_database d"
-            " ON d.oid = s.dbid AND d.datname = current_database()"
-            " WHERE s.refclassid = 'pg_authid'::regclass AND strpos(%(kinds)s, s.deptype) > 0"
-            " UNION SELECT pg_get_userbyid(relowner) FROM pg_class WHERE strpos(%(kinds)s, 'o') > 0"
-            f" AND relnamespace IN (SELECT oid FROM pg_namespace n WHERE {_USER_SCHEMA})",
-            {"kinds": kinds},
-        )
-    }
+    needed = _owners(source, kinds)
     known = {row[0] for row in target.execute("SELECT rolname FROM pg_roles")}
     missing = sorted(needed - known)
     if missing:
         yield Problem(
             "target",
-            f"{_some(missing, 'role')} is an owner or has grants on the source, and does not exist",
+            f"missing, but owners or grantees on the source: {_some(missing, 'role')}",
             "; ".join(f"CREATE ROLE {ident(role)}" for role in missing)
             + "; or --roles to copy roles, or --no-owner and --no-acl",
+        )
+
+
+def _owners(source: Connection, kinds: str) -> set[str]:
+    """Roles that own things (kind o), have grants (a) or policies (r) in this database."""
+    # pg_shdepend does not list the first superuser, who usually owns most.
+    rows = source.execute(
+        "SELECT pg_get_userbyid(s.refobjid) FROM pg_shdepend s JOIN pg_database d"
+        " ON d.oid = s.dbid AND d.datname = current_database()"
+        " WHERE s.refclassid = 'pg_authid'::regclass AND strpos(%(kinds)s, s.deptype) > 0"
+        " UNION SELECT pg_get_userbyid(relowner) FROM pg_class WHERE strpos(%(kinds)s, 'o') > 0"
+        f" AND relnamespace IN (SELECT oid FROM pg_namespace n WHERE {_USER_SCHEMA})",
+        {"kinds": kinds},
+    )
+    return {row[0] for row in rows}
+
+
+def _check_owners(
+    source: Connection, target: Connection, settings: CloneSettings
+) -> Iterable[Problem]:
+    """ALTER ... OWNER TO needs membership in the new owner."""
+    if settings.schema.no_owner:
+        return
+    owners = _owners(source, "o")
+    rows = target.execute(
+        "SELECT rolname FROM pg_roles WHERE rolname = ANY(%s) AND NOT pg_has_role(oid, 'MEMBER')"
+        " ORDER BY 1",
+        (sorted(owners),),
+    ).fetchall()
+    if rows:
+        names = [row[0] for row in rows]
+        user = ident(target.info.user)
+        yield Problem(
+            "target",
+            f"{target.info.user} may not give things to {_some(names, 'role')}",
+            "; ".join(f"GRANT {ident(name)} TO {user}" for name in names) + "; or --no-owner",
+        )
+
+
+def _check_large_object_rights(source: Connection, settings: CloneSettings) -> Iterable[Problem]:
+    if settings.skip_large_objects:
+        return
+    row = source.execute(
+        "SELECT count(*), min(oid)::int8 FROM pg_largeobject_metadata m"
+        " WHERE NOT pg_has_role(m.lomowner, 'USAGE') AND NOT EXISTS ("
+        " SELECT FROM aclexplode(m.lomacl) a WHERE a.privilege_type = 'SELECT' AND"
+        " (a.grantee = 0 OR pg_has_role(a.grantee, 'USAGE')))"
+    ).fetchone()
+    if row and row[0]:
+        user = ident(source.info.user)
+        yield Problem(
+            "source",
+            f"no right to read {row[0]} large objects, the first is {row[1]}",
+            f"GRANT SELECT ON LARGE OBJECT {row[1]}, ... TO {user}, or --skip-large-objects",
+        )
+
+
+def _check_standby(source: Connection) -> Iterable[Problem]:
+    row = source.execute(
+        "SELECT count(*) FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace"
+        " WHERE pg_is_in_recovery() AND c.relkind = 'r' AND c.relpersistence = 'u'"
+        f" AND {_USER_SCHEMA}"
+    ).fetchone()
+    if row and row[0]:
+        yield Problem(
+            "source",
+            f"it is a standby: {row[0]} unlogged tables can't be read there and arrive empty",
+            "copy from the primary if their rows matter",
+            is_warning=True,
         )
 
 

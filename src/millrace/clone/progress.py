@@ -103,7 +103,7 @@ def read_running_copies(connection: Connection, run_id: str) -> list[RunningCopy
 def read_running_indexes(connection: Connection, run_id: str) -> list[RunningIndex]:
     """Indexes being built, with their phase."""
     rows = connection.execute(
-        "SELECT coalesce(p.index_relid::regclass::text, p.relid::regclass::text), p.phase,"
+        "SELECT coalesce(nullif(p.index_relid, 0), p.relid)::regclass::text, p.phase,"
         " p.blocks_done, p.blocks_total, p.tuples_done, p.tuples_total"
         " FROM pg_stat_progress_create_index p JOIN pg_stat_activity a USING (pid)"
         " WHERE a.datname = current_database() AND a.application_name = %s",

@@ -16,7 +16,8 @@ import psycopg
 from millrace.clone.settings import CloneSettings
 from millrace.postgres.binaries import Installation
 from millrace.postgres.connect import translated
-from millrace.postgres.dump import dump_roles, run_script
+from millrace.postgres.dump import dump_roles
+from millrace.postgres.script import run_script
 
 log = logging.getLogger(__name__)
 
@@ -31,11 +32,10 @@ def copy_roles(
         existing = {row[0] for row in target.execute("SELECT rolname FROM pg_roles")}
     script = dump_roles(tools, settings.source, passwords=settings.role_passwords)
     run_script(
-        tools,
         settings.target,
-        without_existing(script, existing),
+        without_existing(script, existing).encode(errors="surrogateescape"),
         "copying roles",
-        target_version=target.info.server_version,
+        role="roles",
     )
 
 

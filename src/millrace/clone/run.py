@@ -1,48 +1,55 @@
-"""One clone from beginning to end.
+"""One clone from beginning to end, or from where an earlier process stopped.
 
 Invariant: the run is reported as done only after every part has its record on the
 target and every later step succeeded; on any other way out, its tasks, its
-sessions on both servers and its snapshot are gone.
+sessions on both servers and its own snapshot are gone, and `--resume` goes on from
+what is committed.
 """
 
 from __future__ import annotations
 
 import logging
 import secrets
-import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
+import psycopg
+
 from millrace import __version__, failpoint
 from millrace.clone import preflight
-from millrace.clone.constraint import add_foreign_key, run_disjoint
-from millrace.clone.copying import Copying, Stage
+from millrace.clone.copying import Copying
+from millrace.clone.directory import Directory, open_directory, pinned
 from millrace.clone.engine import Engine
+from millrace.clone.filtering import read_decision
+from millrace.clone.job import Job
 from millrace.clone.plan import Plan, plan_clone
-from millrace.clone.progress import Progress, Reporter
+from millrace.clone.progress import Reporter
+from millrace.clone.restore import (
+    add_foreign_keys,
+    create_extensions,
+    empty_shared_tables,
+    note_existing_schemas,
+    open_archive,
+    plan_lists,
+    restore,
+)
 from millrace.clone.roles import copy_roles
-from millrace.clone.schema import MAX_ENTRIES_IN_ONE_TRANSACTION, RestoreLists, plan_restore
 from millrace.clone.sequence import set_sequences
-from millrace.clone.session_pool import SessionPool
 from millrace.clone.settings import CloneSettings
 from millrace.clone.source import read_source, sample_tables
+from millrace.clone.step import Step
 from millrace.clone.summary import Summary, write_summary
-from millrace.clone.target import (
-    drop_existing,
-    read_schema_names,
-    set_database_properties,
-    truncate_tables,
-)
+from millrace.clone.target import drop_existing, set_database_properties
 from millrace.clone.vacuum import analyze_partitioned
 from millrace.errors import MillraceError, PreflightError, SnapshotLost, WorkDirError
 from millrace.postgres import record
-from millrace.postgres.binaries import find_tools
+from millrace.postgres.binaries import Installation, find_tools
 from millrace.postgres.connect import (
     APPLICATION,
     cancel_sessions,
@@ -51,11 +58,10 @@ from millrace.postgres.connect import (
     server_encoding,
     translated,
 )
-from millrace.postgres.dump import Archive, Entry, dump_schema, run_script
-from millrace.relation import ForeignKey
+from millrace.relation import SourceCatalog
 from millrace.snapshot.export import HeldSnapshot, open_snapshot
+from millrace.snapshot.holder import read_held
 from millrace.workdir.lock import open_lock
-from millrace.workdir.store import Store
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +69,14 @@ R = TypeVar("R")
 
 # A table truncated between snapshot and lock makes the snapshot useless for it; take a new one.
 SNAPSHOT_ATTEMPTS = 5
+WAYS_OUT = (
+    "three ways out: (1) next time hold the snapshot in a process of its own, with `millrace "
+    "snapshot`, so that it survives; (2) start from zero with --restart; (3) if nobody has "
+    "written to the source since, go on with --resume --not-consistent"
+)
+# What goes through Spark, and what it is needed for.
+MOVING = frozenset({Step.TABLE_DATA, Step.LARGE_OBJECTS})
+FINISHING = frozenset({Step.INDEXES, Step.CONSTRAINTS, Step.VACUUM})
 
 
 @dataclass
@@ -75,119 +89,187 @@ class CloneResult:
 
 
 def clone(settings: CloneSettings, engine: Engine, reporter: Reporter) -> CloneResult:
-    """Copy the whole database."""
+    """Do the steps asked for: all of them are a clone."""
+    settings = _resolved(settings)
     with open_lock(settings.directory):
-        run = _Run(settings, engine, reporter)
-        return run.run()
+        # Single steps share a directory, and so a run, one after the other.
+        continues = settings.resume or settings.steps != CloneSettings.steps
+        return _Run(settings, engine, reporter, continues=continues).run()
 
 
 def dry_run(settings: CloneSettings) -> CloneResult:
     """The plan, made by the same code; touches neither server nor work directory."""
-    settings = replace(settings, source=resolve(settings.source), target=resolve(settings.target))
-    with (
-        connect(settings.source, "dry-run") as source,
-        connect(settings.target, "dry-run") as target,
-    ):
-        problems = preflight.check(source, target, settings)
-        preflight.raise_problems(problems)
-        encoding = server_encoding(target)
+    settings = _resolved(settings)
+    problems, _, encoding = _check_servers(settings, continues=False)
     with open_snapshot(settings.source, settings.snapshot) as snapshot:
-        catalog = read_source(snapshot.connection, settings, target_encoding=encoding)
-        plan = plan_clone(
-            catalog,
-            sample_tables(snapshot.connection, catalog.tables, settings.split),
-            settings.split,
-            jobs=settings.table_jobs,
-        )
-    return CloneResult(plan, [p for p in problems if p.is_warning])
+        decision = read_decision(snapshot.connection, settings.filters)
+        catalog = read_source(snapshot.connection, settings, decision, target_encoding=encoding)
+        samples = sample_tables(snapshot.connection, catalog.tables, settings.split)
+    return CloneResult(plan_clone(catalog, samples, settings.split), problems)
+
+
+def _resolved(settings: CloneSettings) -> CloneSettings:
+    return replace(settings, source=resolve(settings.source), target=resolve(settings.target))
+
+
+def _check_servers(
+    settings: CloneSettings, *, continues: bool
+) -> tuple[list[preflight.Problem], Installation, str]:
+    """(warnings, programs, the target's encoding); raises if a server is not ready."""
+    with (
+        connect(settings.source, "preflight") as source,
+        connect(settings.target, "preflight") as target,
+    ):
+        problems = preflight.check(source, target, settings, continues=continues)
+        versions = [c.info.server_version // 10000 for c in (source, target)]
+        encoding = server_encoding(target)
+    try:
+        tools = find_dump_tools(*versions)
+    except PreflightError as error:
+        problems.append(preflight.Problem("programs", error.message, error.hint))
+    warnings = [problem for problem in problems if problem.is_warning]
+    for problem in warnings:
+        log.warning("%s: %s", problem.side, problem.what)
+    preflight.raise_problems(problems)
+    return warnings, tools, encoding
+
+
+def find_dump_tools(source_version: int, target_version: int) -> Installation:
+    """pg_dump must not be older than the source; the target's writes best for the target."""
+    programs = ("pg_dump", "pg_restore", "pg_dumpall")
+    try:
+        return find_tools(max(source_version, target_version), *programs)
+    except PreflightError:
+        return find_tools(source_version, *programs)
 
 
 class _Run:
-    def __init__(self, settings: CloneSettings, engine: Engine, reporter: Reporter) -> None:
+    """A run in its directory, from opening to summary."""
+
+    def __init__(
+        self, settings: CloneSettings, engine: Engine, reporter: Reporter, *, continues: bool
+    ) -> None:
         self.settings = settings
         self.engine = engine
         self.reporter = reporter
-        self.progress = Progress()
-        self.run_id = secrets.token_hex(4)
-        self.epoch = 1
-        self.began = time.monotonic()
-        self.steps: list[tuple[str, float]] = []
-        self.spark_wait_seconds = 0.0
-        self.copied: dict[tuple[int, int], record.CopiedPart] = {}
+        self.continues = continues
 
     def run(self) -> CloneResult:
-        settings = self.settings
-        with self._step("connect and check"):
-            self.settings = settings = replace(
-                settings, source=resolve(settings.source), target=resolve(settings.target)
-            )
-            warnings = self._preflight()
-        self._open_directory()
+        settings, began = self.settings, time.monotonic()
+        # What is refused for the directory's sake is refused before any server is asked.
+        directory = self._open_directory()
+        self.setup = directory.setup
         with ExitStack() as stack:
-            stack.callback(self.store.close)
-            self.engine.start()
+            stack.callback(directory.store.close)
+            if settings.resume and self.setup and self.setup["finished_at"]:
+                return self._nothing_left()
+            warnings, tools, encoding = _check_servers(
+                settings, continues=self.setup is not None or settings.restart
+            )
+            self.job = Job(
+                settings,
+                self.engine,
+                self.reporter,
+                self.setup["run_id"] if self.setup else secrets.token_hex(4),
+                directory.store,
+                tools,
+                encoding,
+                began_at=began,
+            )
+            if self.setup is None:
+                directory.store.write_setup(
+                    run_id=self.job.run_id, millrace_version=__version__, **pinned(settings)
+                )
+            self.job.add_timing("connect and check", time.monotonic() - began)
             try:
-                with self._step("take a snapshot and read the catalog"):
+                if settings.steps & MOVING:
+                    self.engine.start()
+                    if not self.engine.is_local:
+                        self.engine.wait()  # a cluster out of reach is told before anything is done
+                self._own_target()
+                with self.job.step("take a snapshot and read the catalog"):
                     snapshot = stack.enter_context(self._open_snapshot())
                 result = self._run_under(snapshot)
             except BaseException:
-                self._stop_everything()
+                self._stop_sessions()
                 raise
         result.warnings = warnings
         return result
 
-    def _preflight(self) -> list[preflight.Problem]:
-        settings = self.settings
-        with (
-            connect(settings.source, "preflight") as source,
-            connect(settings.target, "preflight") as target,
-        ):
-            problems = preflight.check(source, target, settings)
-            self.target_version = target.info.server_version
-            self.target_encoding = server_encoding(target)
-            # pg_dump must not be older than the source; the target's writes best for the target.
-            newest = max(source.info.server_version, target.info.server_version) // 10000
-            programs = ("pg_dump", "pg_restore", "psql", "pg_dumpall")
-            try:
-                self.tools = find_tools(newest, *programs)
-            except PreflightError:
-                self.tools = find_tools(source.info.server_version // 10000, *programs)
-        warnings = [problem for problem in problems if problem.is_warning]
-        for problem in warnings:
-            log.warning("%s: %s", problem.side, problem.what)
-        preflight.raise_problems(problems)
-        return warnings
+    def _nothing_left(self) -> CloneResult:
+        """The run had finished; the process may have died before it took its records away."""
+        assert self.setup is not None
+        with connect(self.settings.target, "finish") as target, translated("cleaning up"):
+            if any(run_id == self.setup["run_id"] for run_id, _ in record.read_runs(target)):
+                record.drop_records(target)
+        log.info("the run of %s is finished: nothing is left to do", self.setup["started_at"])
+        return CloneResult(Plan(SourceCatalog(), {}, {}), [])
 
-    def _open_directory(self) -> None:
-        settings = self.settings
-        path = settings.directory / "schema" / "source.db"
-        if path.exists():
-            old = Store(path)
-            setup = old.setup()
-            old.close()
-            if setup and not setup["finished_at"] and not settings.restart:
+    def _open_directory(self) -> Directory:
+        if self.settings.resume and self.settings.restart:
+            raise WorkDirError("--resume and --restart exclude each other")
+        return open_directory(self.settings, continues=self.continues)
+
+    def _own_target(self) -> None:
+        """Take over what earlier processes of this run left on the target, or make sure that
+        it is this directory's target that is about to be emptied."""
+        job, settings = self.job, self.settings
+        if self.setup is not None:
+            self._stop_sessions()
+        with connect(settings.target, job.role("open")) as target:
+            with translated("reading our records on the target"):
+                others = [run for run in record.read_runs(target) if run[0] != job.run_id]
+            if others and not settings.restart and not settings.drop_if_exists:
+                run_id, source = others[0]
                 raise WorkDirError(
-                    f"{settings.directory} holds an unfinished run of {setup['started_at']}, "
-                    f"{setup['source']} to {setup['target']}",
-                    hint="start from zero with --restart, or choose another directory with --dir",
+                    f"the target belongs to another run, {run_id}, from {source}",
+                    hint="go on with that one in its own --dir (--resume), or, if it is dead: "
+                    "DROP SCHEMA millrace CASCADE on the target",
                 )
-        for name in ("schema", "summary.json", "spark.log"):
-            leftover = settings.directory / name
-            if leftover.is_dir():
-                shutil.rmtree(leftover)
-            else:
-                leftover.unlink(missing_ok=True)
-        self.store = Store(path)
+            if self.setup is None and (settings.drop_if_exists or settings.restart):
+                for run_id, _ in others:
+                    cancel_sessions(settings.target, f"{APPLICATION} % {run_id}%")
+                drop_existing(target, settings.source)
+                with translated("dropping our records on the target"):
+                    record.drop_records(target)
+            with translated("making our records on the target"):
+                job.epoch = record.open_run(target, job.run_id, settings.source.identity())
+                job.done = record.read_done_steps(target, job.run_id)
+        failpoint.hit("run.opened")
+
+    def _snapshot_id(self) -> str | None:
+        """The snapshot to take part in; None to export one."""
+        settings, setup = self.settings, self.setup
+        held = read_held(settings.directory)
+        given = settings.snapshot or (held.id if held else None)
+        if settings.not_consistent:
+            return given
+        before = setup["snapshot"] if setup else None
+        if before and given and before != given:
+            raise WorkDirError(
+                f"{settings.directory} was set up for snapshot {before}, now it is {given}",
+                hint=f"use the same snapshot; if that is gone, {WAYS_OUT}",
+                field="snapshot",
+            )
+        return given or before
 
     def _open_snapshot(self) -> HeldSnapshot:
         """A snapshot under which every table is locked and none was rewritten since."""
-        given = self.settings.snapshot
+        given = self._snapshot_id()
         for attempt in range(1, SNAPSHOT_ATTEMPTS + 1):
-            snapshot = open_snapshot(self.settings.source, given)
+            try:
+                snapshot = open_snapshot(self.settings.source, given)
+            except SnapshotLost as error:
+                error.hint = WAYS_OUT
+                raise
             try:
                 log.info("using snapshot %s", snapshot.id)
+                self.decision = read_decision(snapshot.connection, self.settings.filters)
                 self.catalog = read_source(
-                    snapshot.connection, self.settings, target_encoding=self.target_encoding
+                    snapshot.connection,
+                    self.settings,
+                    self.decision,
+                    target_encoding=self.job.target_encoding,
                 )
                 if not self.catalog.rewritten:
                     return snapshot
@@ -205,209 +287,154 @@ class _Run:
         raise AssertionError("unreachable")
 
     def _run_under(self, snapshot: HeldSnapshot) -> CloneResult:
-        settings, catalog = self.settings, self.catalog
-        self.store.write_setup(
-            run_id=self.run_id,
-            millrace_version=__version__,
-            source=settings.source.identity(),
-            target=settings.target.identity(),
-            snapshot=snapshot.id,
-            split_tables_larger_than=settings.split.larger_than_bytes,
-            split_max_parts=settings.split.max_parts,
-        )
-        with self._step("dump the schema"):
-            dumping = _in_thread(
-                partial(
-                    dump_schema,
-                    self.tools,
-                    settings.source,
-                    snapshot.id,
-                    settings.directory / "schema" / "schema.dump",
-                )
-            )
-            samples = sample_tables(snapshot.connection, catalog.tables, settings.split)
-            plan = plan_clone(catalog, samples, settings.split, jobs=settings.table_jobs)
-            every_part = [part for parts in plan.parts.values() for part in parts]
-            self.store.write_plan(catalog, every_part)
-            self._start_progress(plan)
+        job, settings, steps = self.job, self.settings, self.settings.steps
+        with job.step("dump the schema"):
+            dumping = _in_thread(partial(open_archive, job, snapshot.id))
+            plan = self._plan(snapshot)
             archive = dumping.result()
-        lists = plan_restore(
-            archive.entries("pre-data"),
-            archive.entries("post-data"),
-            catalog,
-            settings.schema,
-            existing_schema_oids=self._existing_schema_oids(),
-        )
-        with self._step("restore the schema"):
-            self._prepare_target(archive, lists, plan)
-        self._copy(plan, snapshot)
-        # Nothing reads the source's tables any more: let go of its locks and its horizon.
+        catalog = plan.catalog
+        self._log_decision()
+        lists = plan_lists(job, archive, catalog, self.decision)
+        if Step.ROLES in steps and settings.roles:
+            with job.step("roles"), connect(settings.target, job.role("roles")) as target:
+                copy_roles(job.tools, settings, target)
+        if Step.EXTENSIONS in steps:
+            with job.step("extensions"):
+                create_extensions(job, catalog)
+        if Step.PRE_DATA in steps:
+            with job.step("restore the schema"):
+                restore(job, archive, lists.before, "pre-data")
+        copied = {}
+        waited = 0.0
+        if steps & (MOVING | FINISHING):
+            if Step.TABLE_DATA in steps:
+                empty_shared_tables(job, plan)
+            if steps & MOVING:
+                with job.step("wait for Spark"):
+                    waited = self.engine.wait()
+            copied = self._copy(plan, snapshot)
+        elif Step.SEQUENCES in steps:
+            self._set_sequences()
         snapshot.close()
-        self._finish(archive, lists)
-        summary = self._summarize(plan, snapshot.id)
+        if Step.CONSTRAINTS in steps:
+            with job.step("indexes of partitioned tables"):
+                restore(job, archive, lists.attach, "attach")
+            with job.step("foreign keys"):
+                add_foreign_keys(job, catalog)
+        if Step.POST_DATA in steps:
+            with job.step("triggers, rules, views, everything else"):
+                restore(job, archive, lists.after, "post-data")
+        if Step.PROPERTIES in steps:
+            self._set_properties()
+        summary = Summary.build(
+            plan,
+            copied,
+            job.store,
+            steps=job.timings,
+            seconds=time.monotonic() - job.began_at,
+            spark_start_seconds=waited,
+            jvm_start_seconds=self.engine.start_seconds,
+            snapshot=snapshot.id,
+            run_id=job.run_id,
+            consistency=self._consistency(),
+        )
+        write_summary(settings.directory / "summary.json", summary)
+        if steps == CloneSettings.steps or (self.setup and self.setup["finished_at"]):
+            self._close_run()
         return CloneResult(plan, [], summary)
 
-    def _existing_schema_oids(self) -> set[int]:
-        with connect(self.settings.target, f"schema {self.run_id}") as target:
-            names = read_schema_names(target)
-        return {oid for oid, name in self.catalog.schemas.items() if name in names}
+    def _log_decision(self) -> None:
+        """Say what the filters leave out that no rule names, and what they could not leave out."""
+        decision = self.decision
+        for warning in decision.warnings:
+            log.warning("%s", warning)
+        for what, keys in (("left out too", decision.dependents), ("kept", decision.kept)):
+            for key, reason in keys.items():
+                log.info("%s: %s (%s)", what, decision.labels.get(key, key), reason)
 
-    def _prepare_target(self, archive: Archive, lists: RestoreLists, plan: Plan) -> None:
-        settings = self.settings
-        with connect(settings.target, f"schema {self.run_id}") as target:
-            if settings.roles:
-                copy_roles(self.tools, settings, target)
-            if settings.drop_if_exists:
-                drop_existing(target, settings.source)
-                record.drop_records(target)
-            with translated("making our records on the target"):
-                self.epoch = record.open_run(target, self.run_id, settings.source.identity())
-            self._restore(archive, lists.before, "pre-data")
-            failpoint.hit("schema.restored")
-            truncate_tables(target, plan.shared_tables())
-
-    def _restore(self, archive: Archive, entries: list[Entry], name: str) -> None:
-        if not entries:
-            return
-        options = self.settings.schema.restore_options()
-        if self.settings.drop_if_exists:
-            options += ["--clean", "--if-exists"]
-        script = archive.script(entries, name, options)
-        run_script(
-            self.tools,
-            self.settings.target,
-            script.read_text(encoding="utf-8", errors="surrogateescape"),
-            f"restoring {name}",
-            target_version=self.target_version,
-            single_transaction=len(entries) <= MAX_ENTRIES_IN_ONE_TRANSACTION,
-        )
-
-    def _start_progress(self, plan: Plan) -> None:
-        progress = self.progress
-        parts = [part for table_parts in plan.parts.values() for part in table_parts]
-        progress.tables, progress.parts = len(plan.parts), len(parts)
+    def _plan(self, snapshot: HeldSnapshot) -> Plan:
+        """The plan of this run: made now, or by the process that began it."""
+        job, settings = self.job, self.settings
+        known = job.store.read_parts()
+        catalog = self.catalog
+        if known:
+            catalog = replace(catalog, large_object_ranges=job.store.read_large_object_ranges())
+        new = [table for table in catalog.tables if table.oid not in known]
+        samples = sample_tables(snapshot.connection, new, settings.split)
+        plan = plan_clone(catalog, samples, settings.split, known=known)
+        is_planned = self.setup is not None and self.setup["snapshot"]
+        if not is_planned:
+            note_existing_schemas(job, catalog)
+        job.store.write_plan(catalog, plan.every_part)
+        if not is_planned or settings.not_consistent:
+            job.store.write_snapshot(snapshot.id)
+        progress = job.progress
+        progress.tables, progress.parts = len(plan.parts), len(plan.every_part)
         progress.indexes = sum(map(len, plan.indexes.values()))
-        progress.estimated_bytes = sum(part.estimated_bytes for part in parts)
+        progress.estimated_bytes = sum(part.estimated_bytes for part in plan.every_part)
+        failpoint.hit("run.planned")
+        return plan
 
-    def _copy(self, plan: Plan, snapshot: HeldSnapshot) -> None:
-        with self._step("wait for Spark"):
-            self.spark_wait_seconds = self.engine.wait()
-        stage = Stage(
-            self.run_id,
-            self.epoch,
-            self.settings,
-            self.target_encoding,
-            plan,
-            self.engine,
-            self.store,
-            self.progress,
-            self.reporter,
-        )
-        sequences = _in_thread(self._set_sequences)
-        copying = Copying(stage, snapshot)
+    def _copy(self, plan: Plan, snapshot: HeldSnapshot) -> dict[tuple[int, int], record.CopiedPart]:
+        job = self.job
+        wants_sequences = Step.SEQUENCES in self.settings.steps
+        sequences = _in_thread(self._set_sequences) if wants_sequences else None
+        copying = Copying(job, plan, snapshot)
         began = time.monotonic()
-        with self._step("copy data"):
-            copying.run()
-        sequences.result()
-        self.copied = copying.copied
-        self.steps.pop()
-        copy_seconds = self.progress.copy_seconds or 0.0
-        self._add_step("copy", copy_seconds)
-        self._add_step("indexes, constraints, vacuum", time.monotonic() - began - copy_seconds)
+        job.progress.step = "copy data"
+        log.info("copy data")
+        copying.run()
+        if sequences is not None:
+            sequences.result()
+        copy_seconds = job.progress.copy_seconds or 0.0
+        job.add_timing("copy", copy_seconds)
+        job.add_timing("indexes, constraints, vacuum", time.monotonic() - began - copy_seconds)
+        return copying.copied
 
     def _set_sequences(self) -> None:
-        with connect(self.settings.target, f"sequences {self.run_id}") as target:
+        failpoint.hit("sequences.begin")
+        with connect(self.settings.target, self.job.role("sequences")) as target:
             set_sequences(target, self.catalog.sequences)
 
-    # After the data
-
-    def _finish(self, archive: Archive, lists: RestoreLists) -> None:
+    def _set_properties(self) -> None:
         settings = self.settings
-        with self._step("indexes of partitioned tables"):
-            self._restore(archive, lists.attach, "attach")
-        with self._step("foreign keys"):
-            self._add_foreign_keys()
-        with self._step("triggers, rules, views, everything else"):
-            self._restore(archive, lists.after, "post-data")
         with (
-            self._step("database properties"),
-            connect(settings.target, f"finish {self.run_id}") as target,
+            self.job.step("database properties"),
+            connect(settings.target, self.job.role("finish")) as target,
         ):
             if not settings.skip_vacuum:
                 for _, schema, name in self.catalog.partitioned_tables:
                     analyze_partitioned(target, schema, name)
             if not settings.skip_database_properties:
                 set_database_properties(target, settings)
-            self.store.write_finished()
-            failpoint.hit("clone.finished")
-            with translated("dropping our records on the target"):
-                record.drop_records(target)
 
-    def _add_foreign_keys(self) -> None:
-        settings = self.settings
-        memory = {"maintenance_work_mem": settings.maintenance_work_mem}
-        pool = SessionPool(
-            settings.target, f"constraint {self.run_id}", settings.restore_jobs, **memory
-        )
-
-        def add(key: ForeignKey) -> None:
-            began = time.monotonic()
-            pool.submit(lambda connection: add_foreign_key(connection, key)).result()
-            self.store.write_timing(
-                "foreign key",
-                f"{key.schema}.{key.table} {key.name}",
-                time.monotonic() - began,
-                oid=key.oid,
-            )
-
+    def _close_run(self) -> None:
+        """Everything is done: say so, and take our records off the target."""
+        self.job.store.write_finished()
+        failpoint.hit("run.finished")
         try:
-            run_disjoint(
-                self.catalog.foreign_keys,
-                add,
-                jobs=settings.restore_jobs,
-                families=self.catalog.families,
+            with connect(self.settings.target, self.job.role("finish")) as target:
+                record.drop_records(target)
+        except psycopg.Error as error:
+            log.warning(
+                "our records stay on the target (%s): DROP SCHEMA millrace CASCADE removes them",
+                str(error).strip(),
             )
-        except BaseException:
-            pool.close(cancel=True)
-            raise
-        pool.close()
 
-    def _summarize(self, plan: Plan, snapshot: str) -> Summary:
-        summary = Summary.build(
-            plan,
-            self.copied,
-            self.store,
-            steps=self.steps,
-            seconds=time.monotonic() - self.began,
-            spark_start_seconds=self.spark_wait_seconds,
-            jvm_start_seconds=self.engine.start_seconds,
-            snapshot=snapshot,
-            run_id=self.run_id,
+    def _consistency(self) -> str:
+        """In words, what the target holds."""
+        if not self.settings.not_consistent:
+            return "the target holds the source as it was at one instant, that of the snapshot"
+        return (
+            "--not-consistent: parts copied by different processes were read at different "
+            "instants; the target equals the source only if nobody wrote to it meanwhile"
         )
-        write_summary(self.settings.directory / "summary.json", summary)
-        return summary
 
-    # Around it all
-
-    @contextmanager
-    def _step(self, name: str) -> Iterator[None]:
-        self.progress.step = name
-        self.reporter.update(self.progress)
-        log.info("%s", name)
-        began = time.monotonic()
-        yield
-        self._add_step(name, time.monotonic() - began)
-
-    def _add_step(self, name: str, seconds: float) -> None:
-        self.steps.append((name, seconds))
-        if hasattr(self, "store"):
-            self.store.write_timing("step", name, seconds)
-
-    def _stop_everything(self) -> None:
-        """End our sessions on both servers; tasks that a JVM left behind included."""
+    def _stop_sessions(self) -> None:
+        """End the sessions of this run on both servers, whichever process left them."""
         for dsn in (self.settings.source, self.settings.target):
             try:
-                cancel_sessions(dsn, f"{APPLICATION} % {self.run_id}%")
+                cancel_sessions(dsn, f"{APPLICATION} % {self.job.run_id}%")
             except MillraceError as error:
                 log.debug("could not stop sessions on %s: %s", dsn, error.message)
 

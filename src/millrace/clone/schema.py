@@ -21,9 +21,11 @@ PG_CLASS_OID = 1259
 PG_CONSTRAINT_OID = 2606
 PG_NAMESPACE_OID = 2615
 
-# A script with more entries than this runs statement by statement: the locks of one
-# transaction would not fit into a server with default settings.
-MAX_ENTRIES_IN_ONE_TRANSACTION = 1000
+# Entries restored in one transaction. Each may lock some relations, and the locks must fit
+# into a server with default settings (6,400 slots).
+ENTRIES_IN_ONE_TRANSACTION = 500
+# pg_restore itself goes over a list three times: for these only after everything else.
+_PASSES = {"ACL": 1, "DEFAULT ACL": 1, "MATERIALIZED VIEW DATA": 2, "EVENT TRIGGER": 2}
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,19 @@ def plan_restore(
         else:
             lists.after.append(entry)
     return lists
+
+
+def chunks(entries: list[Entry]) -> list[list[Entry]]:
+    """The entries in the order of restoring, cut into transactions."""
+    ordered = sorted(entries, key=_pass)
+    size = ENTRIES_IN_ONE_TRANSACTION
+    return [ordered[at : at + size] for at in range(0, len(ordered), size)]
+
+
+def _pass(entry: Entry) -> int:
+    if entry.description == "COMMENT" and entry.rest.startswith("- EVENT TRIGGER "):
+        return _PASSES["EVENT TRIGGER"]
+    return _PASSES.get(entry.description, 0)
 
 
 def _left_out(entry: Entry, settings: SchemaSettings) -> bool:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from millrace.clone.filter import FilterRules
 from millrace.clone.schema import SchemaSettings
 from millrace.clone.split import SplitSettings
+from millrace.clone.step import ALL, Step
 from millrace.config.dsn import Dsn
 
 
@@ -32,7 +34,13 @@ class CloneSettings:
     fail_fast: bool = False
     snapshot: str | None = None
     maintenance_work_mem: str = "1GB"
+    steps: frozenset[Step] = ALL
+    filters: FilterRules = field(default_factory=FilterRules)
+    # Go on with the run in the work directory, or empty its target and start from zero.
+    resume: bool = False
     restart: bool = False
+    # The user vouches that nobody writes to the source: another snapshot is as good.
+    not_consistent: bool = False
 
     def connections_needed(self) -> tuple[int, int]:
         """The most sessions open at once on source and on target."""

@@ -12,6 +12,8 @@ from typing import Any
 import psycopg
 
 from millrace.clone import large_object
+from millrace.clone.filter import PG_CLASS_OID, Decision
+from millrace.clone.filtering import filter_catalog
 from millrace.clone.settings import CloneSettings
 from millrace.clone.split import Sampled, SplitSettings, plan_part_count, plan_sample_percent
 from millrace.postgres import catalog
@@ -22,13 +24,19 @@ Connection = psycopg.Connection[tuple[Any, ...]]
 
 
 def read_source(
-    connection: Connection, settings: CloneSettings, *, target_encoding: str
+    connection: Connection,
+    settings: CloneSettings,
+    decision: Decision,
+    *,
+    target_encoding: str,
 ) -> SourceCatalog:
-    """All that the plan is made from; locks the tables until the transaction ends."""
+    """All that the plan is made from, less what the filters leave out; locks the tables until
+    the transaction ends."""
     with translated("reading the source's catalog"):
         tables = catalog.read_tables(
             connection, same_encoding=server_encoding(connection) == target_encoding
         )
+        tables = [t for t in tables if (PG_CLASS_OID, t.oid) not in decision.excluded]
         catalog.lock_tables(connection, tables)
         copied = {table.oid for table in tables}
         ranges, large_object_bytes = (
@@ -40,7 +48,7 @@ def read_source(
                 objects_per_range=large_object.OBJECTS_PER_RANGE,
             )
         )
-        return SourceCatalog(
+        found = SourceCatalog(
             tables=tuple(tables),
             # What is not copied by us is indexed by the restored schema.
             indexes=tuple(i for i in catalog.read_indexes(connection) if i.table_oid in copied),
@@ -55,6 +63,7 @@ def read_source(
             large_object_bytes=large_object_bytes,
             rewritten=tuple(catalog.read_rewritten(connection, tables)),
         )
+    return filter_catalog(found, decision, settings.filters)
 
 
 def read_families(connection: Connection) -> dict[int, int]:

@@ -42,6 +42,8 @@ class Summary:
     millrace_version: str
     run_id: str
     snapshot: str
+    # In words, what the target holds.
+    consistency: str
     seconds: float
     # How long the copy had to wait for Spark, beyond what overlapped with other steps.
     spark_start_seconds: float
@@ -67,6 +69,7 @@ class Summary:
         jvm_start_seconds: float,
         snapshot: str,
         run_id: str,
+        consistency: str,
     ) -> Summary:
         by_table: dict[int, list[CopiedPart]] = defaultdict(list)
         for part in copied.values():
@@ -97,6 +100,7 @@ class Summary:
             millrace_version=__version__,
             run_id=run_id,
             snapshot=snapshot,
+            consistency=consistency,
             seconds=seconds,
             spark_start_seconds=spark_start_seconds,
             jvm_start_seconds=jvm_start_seconds,

@@ -6,7 +6,6 @@ Invariant: only what the source has too is dropped or changed.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from typing import Any
 
 import psycopg
@@ -16,7 +15,6 @@ from millrace.config.dsn import Dsn
 from millrace.postgres import catalog
 from millrace.postgres.connect import connect, translated
 from millrace.postgres.quote import ident, literal, qualified
-from millrace.relation import Table
 
 log = logging.getLogger(__name__)
 
@@ -60,13 +58,6 @@ def drop_existing(target: Connection, source: Dsn) -> None:
             kind = _KINDS.get(there.get((schema, name), ""))
             if kind:
                 target.execute(f"DROP {kind} IF EXISTS {qualified(schema, name)} CASCADE")
-
-
-def truncate_tables(target: Connection, tables: Sequence[Table]) -> None:
-    """Empty the tables that several tasks will fill."""
-    for table in tables:
-        with translated(f"emptying {table.label} on the target"):
-            target.execute(f"TRUNCATE ONLY {qualified(table.schema, table.name)}")
 
 
 def set_database_properties(target: Connection, settings: CloneSettings) -> None:

@@ -71,6 +71,8 @@ class Dsn:
     def identity(self) -> str:
         """Host, port, database and user as a URI: what a run is pinned to."""
         p = self.parameters
+        if p.get("service") and not p.get("host"):
+            return f"service={p['service']}"
         user = quote(p.get("user", ""), safe="")
         host = quote(
             p.get("host", p.get("hostaddr", "")),

@@ -77,6 +77,7 @@ def read_tables(connection: Connection, *, same_encoding: bool = True) -> list[T
         (
             f"""
         SELECT c.oid::int8, n.nspname, c.relname, coalesce(a.amname, 'heap'),
+               c.relpersistence = 'u',
                pg_relation_size(c.oid), pg_table_size(c.oid), c.reltuples::int8
           FROM pg_class c
           JOIN pg_namespace n ON n.oid = c.relnamespace
@@ -100,10 +101,11 @@ def read_tables(connection: Connection, *, same_encoding: bool = True) -> list[T
             estimated_rows=max(0, tuples),
             split_key=keys.get(oid),
             access_method=method,
+            is_unlogged=unlogged,
             extension_condition=conditions.get(oid),
             load_via=roots.get(oid),
         )
-        for oid, schema, name, method, heap, total, tuples in rows
+        for oid, schema, name, method, unlogged, heap, total, tuples in rows
     ]
 
 
@@ -450,6 +452,8 @@ def sample_keys(connection: Connection, table: Table, percent: float) -> list[tu
         f"SELECT {key}::int8, {weight} FROM ONLY {qualified(table.schema, table.name)}"
         f" TABLESAMPLE SYSTEM ({percent:.6f}) REPEATABLE (1)"
     )
-    if table.split_key:
-        query += f" WHERE {key} IS NOT NULL"
+    conditions = [f"{key} IS NOT NULL"] if table.split_key else []
+    conditions += [f"({table.where})"] if table.where else []
+    if conditions:
+        query += " WHERE " + " AND ".join(conditions)
     return connection.execute(query).fetchall()

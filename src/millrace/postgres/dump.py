@@ -1,4 +1,4 @@
-"""pg_dump, pg_restore, psql and pg_dumpall, run for their DDL.
+"""pg_dump, pg_restore and pg_dumpall, run for their DDL.
 
 Invariant: a program's failure is our failure, with its first error line; no
 password is ever an argument or in a file.
@@ -44,8 +44,6 @@ _DESCRIPTIONS = (
     "SEQUENCE OWNED BY",
 )
 _ENTRY = re.compile(r"(\d+); (\d+) (\d+) (.*)")
-# pg_dump 17 and later write this for servers that may not know it.
-_UNKNOWN_BEFORE_17 = "SET transaction_timeout = 0;\n"
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,7 @@ class Entry:
 def parse_toc(text: str) -> list[Entry]:
     """The entries of `pg_restore --list`, in restore order."""
     entries = []
-    for line in text.splitlines():
+    for line in text.split("\n"):
         match = _ENTRY.fullmatch(line)
         if not match:
             continue
@@ -93,10 +91,11 @@ class Archive:
         ]
         return parse_toc(_run(command, "reading the dumped schema").stdout)
 
-    def script(self, entries: Iterable[Entry], name: str, options: Sequence[str] = ()) -> Path:
-        """The SQL of some entries, in a file beside the archive."""
+    def script(self, entries: Iterable[Entry], name: str, options: Sequence[str] = ()) -> bytes:
+        """The SQL of some entries; also kept in a file beside the archive, for people."""
         listing = self.path.with_name(f"{name}.list")
-        listing.write_text("".join(f"{entry.line}\n" for entry in entries))
+        lines = "".join(f"{entry.line}\n" for entry in entries)
+        listing.write_text(lines, encoding="utf-8", errors="surrogateescape")
         script = self.path.with_name(f"{name}.sql")
         command = [
             str(self.tools.bindir / "pg_restore"),
@@ -106,11 +105,12 @@ class Archive:
             str(self.path),
         ]
         _run(command, "turning the dumped schema into SQL")
-        return script
+        return script.read_bytes()
 
 
 def dump_schema(tools: Installation, source: Dsn, snapshot: str | None, path: Path) -> Archive:
-    """Dump everything but data, under the snapshot."""
+    """Dump everything but data, under the snapshot; the file is there when it is whole."""
+    draft = path.with_suffix(".partial")
     command = [
         str(tools.bindir / "pg_dump"),
         "--format=custom",
@@ -118,12 +118,13 @@ def dump_schema(tools: Installation, source: Dsn, snapshot: str | None, path: Pa
         "--section=post-data",
         "--no-blobs",
         "--exclude-schema=millrace",
-        f"--file={path}",
+        f"--file={draft}",
         f"--dbname={source.public_conninfo()}",
     ]
     if snapshot is not None:
         command.append(f"--snapshot={snapshot}")
     _run(command, "dumping the schema of the source", source)
+    draft.replace(path)
     return Archive(path, tools)
 
 
@@ -139,41 +140,14 @@ def dump_roles(tools: Installation, source: Dsn, *, passwords: bool) -> str:
     return _run(command, "reading the roles of the source", source).stdout
 
 
-def run_script(
-    tools: Installation,
-    target: Dsn,
-    script: str,
-    what: str,
-    *,
-    target_version: int,
-    single_transaction: bool = True,
-) -> None:
-    """Run SQL on the target with psql, stopping at the first error."""
-    if target_version < 170000:
-        script = script.replace(_UNKNOWN_BEFORE_17, "", 1)
-    command = [
-        str(tools.bindir / "psql"),
-        "--no-psqlrc",
-        "--quiet",
-        "--output=/dev/null",
-        "--set=ON_ERROR_STOP=1",
-        f"--dbname={target.public_conninfo()}",
-        *(["--single-transaction"] if single_transaction else []),
-    ]
-    _run(command, what, target, stdin=script)
-
-
-def _run(
-    command: list[str], what: str, dsn: Dsn | None = None, *, stdin: str | None = None
-) -> subprocess.CompletedProcess[str]:
+def _run(command: list[str], what: str, dsn: Dsn | None = None) -> subprocess.CompletedProcess[str]:
     log.debug("running %s", redact(" ".join(command)))
     environment = os.environ | {"LC_MESSAGES": "C", "PGAPPNAME": "millrace schema"}
     if dsn is not None:
         environment |= dsn.program_environment()
     process = subprocess.run(
         command,
-        input=stdin,
-        stdin=subprocess.DEVNULL if stdin is None else None,
+        stdin=subprocess.DEVNULL,
         capture_output=True,
         # Whatever encoding the dump is in, its bytes come through.
         encoding="utf-8",
@@ -200,5 +174,5 @@ def _first_error(stderr: str) -> str:
                 for rest in lines[at + 1 : at + 3]
                 if rest.startswith(("DETAIL:", "HINT:"))
             ]
-            return redact(" ".join([re.sub(r"^psql:<stdin>:\d+: ", "", line), *details]))
+            return redact(" ".join([line, *details]))
     return redact(lines[0])

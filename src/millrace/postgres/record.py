@@ -1,12 +1,13 @@
 """Our records on the target: which run owns it, which parts are committed.
 
-Invariant: a part's record is written in the transaction that writes its rows,
-by a task that holds the part's lock and belongs to the run's present epoch.
-Whoever finds the record has nothing left to do.
+Invariant: the record of a part, or of a step, is written in the transaction that
+does the work, by a process of the run's present epoch. Whoever finds the record
+has nothing left to do.
 """
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +39,14 @@ CREATE TABLE IF NOT EXISTS millrace.copied_part (
     seconds float8 NOT NULL,
     attempt int NOT NULL,
     PRIMARY KEY (run_id, table_oid, part)
+);
+-- The rows of an unlogged table do not survive a crash of the target; so must its records.
+CREATE UNLOGGED TABLE IF NOT EXISTS millrace.copied_unlogged_part
+    (LIKE millrace.copied_part INCLUDING DEFAULTS INCLUDING INDEXES);
+CREATE TABLE IF NOT EXISTS millrace.done_step (
+    run_id text NOT NULL REFERENCES millrace.run,
+    step text NOT NULL,
+    PRIMARY KEY (run_id, step)
 );
 """
 
@@ -75,19 +84,55 @@ def read_copied_parts(
 ) -> list[tuple[int, CopiedPart]]:
     """(id, part) committed so far; ids rise, but those in flight may commit out of order."""
     rows = connection.execute(
-        "SELECT id, table_oid::int8, part, rows, bytes, seconds FROM millrace.copied_part"
-        " WHERE run_id = %s AND id > %s",
+        "SELECT id, table_oid::int8, part, rows, bytes, seconds FROM"
+        " (SELECT * FROM millrace.copied_part UNION ALL"
+        " SELECT * FROM millrace.copied_unlogged_part) p WHERE run_id = %s AND id > %s",
         (run_id, after_id),
     )
     return [(row[0], CopiedPart(*row[1:])) for row in rows]
 
 
+def read_runs(connection: Connection) -> list[tuple[str, str]]:
+    """(run, source) of the runs that have records here."""
+    row = connection.execute("SELECT to_regclass('millrace.run') IS NOT NULL").fetchone()
+    if not (row and row[0]):
+        return []
+    return connection.execute("SELECT run_id, source FROM millrace.run").fetchall()
+
+
+def read_done_steps(connection: Connection, run_id: str) -> set[str]:
+    """The steps that are committed on the target."""
+    rows = connection.execute("SELECT step FROM millrace.done_step WHERE run_id = %s", (run_id,))
+    return {row[0] for row in rows}
+
+
+def fenced_step_sql(run_id: str, epoch: int, step: str) -> tuple[str, str]:
+    """What goes before and after the statements of a step, in the same transaction: the
+    process must still own the run, and the step is recorded as done."""
+    fence = (
+        "DO $millrace$ BEGIN PERFORM FROM millrace.run"
+        f" WHERE run_id = {literal(run_id)} AND epoch = {epoch} FOR SHARE;"
+        " IF NOT FOUND THEN RAISE 'this run was taken over by another process'; END IF;"
+        " END $millrace$;\n"
+    )
+    done = (
+        "\nINSERT INTO millrace.done_step (run_id, step)"
+        f" VALUES ({literal(run_id)}, {literal(step)}) ON CONFLICT DO NOTHING;\n"
+    )
+    return fence, done
+
+
 def drop_records(connection: Connection) -> None:
-    """Remove every trace of ours from the target."""
+    """Remove every trace of ours from the target.
+
+    The target may have an event trigger by now that forbids just that: it is not meant for us.
+    """
+    with suppress(psycopg.errors.InsufficientPrivilege):
+        connection.execute("SET session_replication_role = replica")
     connection.execute("DROP SCHEMA IF EXISTS millrace CASCADE")
 
 
-def claim_sql(run_id: str, epoch: int, table_oid: int, part: int) -> str:
+def claim_sql(run_id: str, epoch: int, table_oid: int, part: int, *, unlogged: bool) -> str:
     """Open a transaction and lock the part; two result sets follow the lock: the run's row if
     this task may write, the part's record if there is nothing left to write."""
     return (
@@ -95,17 +140,25 @@ def claim_sql(run_id: str, epoch: int, table_oid: int, part: int) -> str:
         f" SELECT pg_advisory_xact_lock({lock_key_sql(run_id, table_oid, part)});"
         f" SELECT FROM millrace.run WHERE run_id = {literal(run_id)} AND epoch = {epoch}"
         " FOR SHARE;"
-        " SELECT rows, bytes, seconds FROM millrace.copied_part"
+        f" SELECT rows, bytes, seconds FROM {_table(unlogged)}"
         f" WHERE run_id = {literal(run_id)} AND table_oid = {table_oid} AND part = {part}"
     )
 
 
 def record_sql(
-    run_id: str, table_oid: int, part: int, rows: int, size: int, seconds: float, attempt: int
+    run_id: str,
+    table_oid: int,
+    part: int,
+    rows: int,
+    size: int,
+    seconds: float,
+    attempt: int,
+    *,
+    unlogged: bool,
 ) -> str:
     """Write the part's record and commit it with the rows."""
     return (
-        "INSERT INTO millrace.copied_part"
+        f"INSERT INTO {_table(unlogged)}"
         " (run_id, table_oid, part, rows, bytes, seconds, attempt) VALUES"
         f" ({literal(run_id)}, {table_oid}, {part}, {rows}, {size}, {seconds:.6f}, {attempt});"
         " COMMIT"
@@ -115,3 +168,7 @@ def record_sql(
 def lock_key_sql(run_id: str, table_oid: int, part: int) -> str:
     """The advisory lock of a part."""
     return f"hashtextextended({literal(f'millrace {run_id} {table_oid} {part}')}, 0)"
+
+
+def _table(unlogged: bool) -> str:
+    return "millrace.copied_unlogged_part" if unlogged else "millrace.copied_part"

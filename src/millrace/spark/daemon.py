@@ -21,7 +21,7 @@ sys.path_importer_cache.clear()
 
 from pyspark import daemon  # noqa: E402 (after the path is set)
 
-import millrace.clone.compare  # noqa: E402
+import millrace.clone.compare_rows  # noqa: E402
 import millrace.clone.copy  # noqa: E402, F401
 
 if __name__ == "__main__":

@@ -52,6 +52,8 @@ DEFAULT_CONF = {
     "spark.task.maxFailures": str(TASK_ATTEMPTS),
     # Workers hold no state worth a shuffle or an event log.
     "spark.eventLog.enabled": "false",
+    # What goes to the workers holds passwords: without this, parallelize() writes it to a file.
+    "spark.io.encryption.enabled": "true",
 }
 
 
@@ -62,7 +64,9 @@ class Engine:
         self, master: str, conf: Mapping[str, str] | None = None, log_path: Path | None = None
     ) -> None:
         self.master = _with_attempts(master)
+        self.is_local = self.master.startswith("local")
         self.conf = dict(conf or {})
+        find_java()  # a missing Java is told before anything else happens
         self.start_seconds = 0.0
         self._starting = threading.Lock()
         self._ready = threading.Event()
@@ -79,7 +83,6 @@ class Engine:
         """Begin to start the JVM, if that has not begun; returns at once."""
         with self._starting:
             if self._thread.ident is None:
-                find_java()  # a missing Java is told at once, not from a thread
                 self._thread.start()
 
     def __enter__(self) -> Engine:
@@ -110,21 +113,30 @@ class Engine:
     def _run(self, body: Callable[[A, int], R], argument: A, description: str) -> R:
         context = self._context
         assert context is not None
-        context.setJobGroup(description, description, interruptOnCancel=True)
         try:
+            context.setJobGroup(description, description, interruptOnCancel=True)
             results: list[R] = (
                 context.parallelize([argument], 1).mapPartitions(_task(body)).collect()
             )
         except Exception as error:
             if self._closed:
                 raise ServerError(f"{description}: stopped") from None
+            if self._jvm_is_gone():
+                raise ServerError(
+                    f"{description}: Spark's JVM ended",
+                    hint="it was killed, perhaps by the out-of-memory killer; spark.log in --dir "
+                    "has its last words",
+                ) from None
             raise _task_error(error, description) from error
         return results[0]
 
     def cancel(self) -> None:
         """Stop every running task."""
-        if self._context is not None:
+        if self._context is not None and not self._jvm_is_gone():
             self._context.cancelAllJobs()
+
+    def _jvm_is_gone(self) -> bool:
+        return self._gateway is None or self._gateway.proc.poll() is not None
 
     def close(self) -> None:
         """Stop Spark and its processes."""
@@ -133,7 +145,7 @@ class Engine:
             if self._gateway is not None and not self._ready.is_set():
                 self._gateway.proc.kill()  # nobody waits for a start that is not wanted
             self._thread.join()
-        if self._context is not None and self._failure is None:
+        if self._context is not None and self._failure is None and not self._jvm_is_gone():
             self._context.stop()
         if self._gateway is not None:
             _stop_jvm(self._gateway)

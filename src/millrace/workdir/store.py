@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from millrace.relation import Part, SourceCatalog
+from millrace.relation import LargeObjectRange, Part, SourceCatalog
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS setup (
@@ -29,6 +29,9 @@ CREATE TABLE IF NOT EXISTS setup (
     snapshot TEXT,
     split_tables_larger_than INTEGER NOT NULL,
     split_max_parts INTEGER NOT NULL,
+    filters TEXT NOT NULL DEFAULT '',
+    plugin TEXT,
+    slot_name TEXT,
     started_at TEXT NOT NULL,
     finished_at TEXT
 );
@@ -47,6 +50,11 @@ CREATE TABLE IF NOT EXISTS indexes (
 CREATE TABLE IF NOT EXISTS foreign_keys (
     oid INTEGER PRIMARY KEY, schema TEXT, table_name TEXT, name TEXT, definition TEXT
 );
+CREATE TABLE IF NOT EXISTS large_object_ranges (
+    number INTEGER PRIMARY KEY, first_oid INTEGER, last_oid INTEGER, count INTEGER
+);
+-- Schemas the target had before the run: they are not created.
+CREATE TABLE IF NOT EXISTS existing_schemas (oid INTEGER PRIMARY KEY);
 CREATE TABLE IF NOT EXISTS sequences (
     oid INTEGER PRIMARY KEY, schema TEXT, name TEXT, last_value INTEGER, is_called INTEGER
 );
@@ -72,14 +80,17 @@ class Store:
 
     def setup(self) -> dict[str, Any] | None:
         """What the directory was set up for; None if it is new."""
-        with self._lock:
-            cursor = self._database.execute("SELECT * FROM setup")
-            row = cursor.fetchone()
-            return dict(zip((d[0] for d in cursor.description), row, strict=True)) if row else None
+        rows = self._rows("SELECT * FROM setup")
+        return rows[0] if rows else None
 
     def write_setup(self, **values: Any) -> None:
-        """Pin the run to its source, target, snapshot and split settings."""
+        """Pin the run to its source, target and settings; the snapshot follows."""
         self._insert("setup", [{"id": 1, "started_at": _now(), **values}])
+
+    def write_snapshot(self, snapshot_id: str) -> None:
+        """Pin the run to its snapshot: from here on it is planned."""
+        with self._lock:
+            self._database.execute("UPDATE setup SET snapshot = ?", (snapshot_id,))
 
     def write_finished(self) -> None:
         with self._lock:
@@ -135,6 +146,26 @@ class Store:
                 ),
             )
             self._insert("sequences", (vars(sequence) for sequence in catalog.sequences))
+            self._insert("large_object_ranges", (vars(r) for r in catalog.large_object_ranges))
+
+    def read_parts(self) -> dict[int, tuple[Part, ...]]:
+        """The parts planned by the process that began the run, by table."""
+        parts: dict[int, tuple[Part, ...]] = {}
+        for row in self._rows("SELECT * FROM parts ORDER BY table_oid, number"):
+            part = Part(**row)
+            parts[part.table_oid] = (*parts.get(part.table_oid, ()), part)
+        return parts
+
+    def read_large_object_ranges(self) -> tuple[LargeObjectRange, ...]:
+        """The ranges planned by the process that began the run."""
+        rows = self._rows("SELECT * FROM large_object_ranges ORDER BY number")
+        return tuple(LargeObjectRange(**row) for row in rows)
+
+    def write_existing_schemas(self, oids: Iterable[int]) -> None:
+        self._insert("existing_schemas", ({"oid": oid} for oid in oids))
+
+    def read_existing_schemas(self) -> set[int]:
+        return {row["oid"] for row in self._rows("SELECT oid FROM existing_schemas")}
 
     def write_timing(
         self,
@@ -165,10 +196,13 @@ class Store:
         )
 
     def read_timings(self, kind: str) -> list[dict[str, Any]]:
+        return self._rows(
+            "SELECT * FROM timings WHERE kind = ? ORDER BY started_at, oid, part", kind
+        )
+
+    def _rows(self, query: str, *parameters: Any) -> list[dict[str, Any]]:
         with self._lock:
-            cursor = self._database.execute(
-                "SELECT * FROM timings WHERE kind = ? ORDER BY started_at, oid, part", (kind,)
-            )
+            cursor = self._database.execute(query, parameters)
             names = [d[0] for d in cursor.description]
             return [dict(zip(names, row, strict=True)) for row in cursor]
 

@@ -1,0 +1,92 @@
+"""The work directory of a run: new, gone on with, or started from zero.
+
+Invariant: a directory belongs to one run, pinned to its source, target, snapshot and
+settings; a command that does not fit is refused, with the field and both values.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from dataclasses import dataclass
+from typing import Any
+
+from millrace.clone.settings import CloneSettings
+from millrace.errors import WorkDirError
+from millrace.workdir.store import Store
+
+log = logging.getLogger(__name__)
+
+# Ours, and nothing else, is removed when a run starts from zero.
+FILES = ("schema", "summary.json", "spark.log")
+
+
+@dataclass(frozen=True)
+class Directory:
+    """An open work directory."""
+
+    store: Store
+    # What it was set up for; None for a new run.
+    setup: dict[str, Any] | None
+
+
+def pinned(settings: CloneSettings) -> dict[str, Any]:
+    """What a run is pinned to, besides its snapshot."""
+    return {
+        "source": settings.source.identity(),
+        "target": settings.target.identity(),
+        "split_tables_larger_than": settings.split.larger_than_bytes,
+        "split_max_parts": settings.split.max_parts,
+        "filters": "" if settings.filters.is_empty else settings.filters.as_json(),
+    }
+
+
+def open_directory(settings: CloneSettings, *, continues: bool) -> Directory:
+    """Open the directory; `continues` says that an unfinished run is gone on with."""
+    path = settings.directory / "schema" / "source.db"
+    if path.exists():
+        store = Store(path)
+        setup = store.setup()
+        if setup and continues and not settings.restart:
+            _check_pins(settings, setup)
+            return Directory(store, setup)
+        if setup and not setup["finished_at"] and not settings.restart:
+            store.close()
+            raise WorkDirError(
+                f"{settings.directory} holds an unfinished run of {setup['started_at']}, "
+                f"{setup['source']} to {setup['target']}",
+                hint="go on with it: --resume; start from zero: --restart; or choose another --dir",
+            )
+        store.close()
+    elif settings.resume:
+        raise WorkDirError(
+            f"there is no run to resume in {settings.directory}",
+            hint="check --dir, or leave out --resume to start a new run",
+        )
+    clear(settings)
+    return Directory(Store(path), None)
+
+
+def clear(settings: CloneSettings) -> None:
+    """Remove the files of an earlier run."""
+    for name in FILES:
+        leftover = settings.directory / name
+        if leftover.is_dir():
+            shutil.rmtree(leftover)
+        else:
+            leftover.unlink(missing_ok=True)
+
+
+def _check_pins(settings: CloneSettings, setup: dict[str, Any]) -> None:
+    for name, value in pinned(settings).items():
+        if setup[name] != value:
+            option = "--" + name.replace("_", "-")
+            raise WorkDirError(
+                f"{settings.directory} was set up for {option} {setup[name] or 'none'}, "
+                f"now it is {value or 'none'}",
+                hint=f"give {option} as before, start from zero with --restart, or choose "
+                "another --dir",
+                field=name,
+                before=setup[name],
+                now=value,
+            )

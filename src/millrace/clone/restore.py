@@ -1,0 +1,145 @@
+"""The schema's steps on the target: dump, restore before and after the data, foreign keys.
+
+Invariant: the entries of the archive are restored in transactions that record themselves; a
+transaction found recorded is not run again.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from millrace import failpoint
+from millrace.clone.constraint import add_foreign_key, run_disjoint
+from millrace.clone.filter import Decision
+from millrace.clone.filtering import filter_entries
+from millrace.clone.job import Job
+from millrace.clone.plan import Plan
+from millrace.clone.schema import RestoreLists, chunks, plan_restore
+from millrace.clone.session_pool import SessionPool
+from millrace.clone.target import read_schema_names
+from millrace.postgres import record
+from millrace.postgres.connect import connect, translated
+from millrace.postgres.depend import read_entry_depends
+from millrace.postgres.dump import Archive, Entry, dump_schema
+from millrace.postgres.quote import ident, qualified
+from millrace.postgres.script import run_script
+from millrace.relation import ForeignKey, SourceCatalog
+
+log = logging.getLogger(__name__)
+
+
+def open_archive(job: Job, snapshot: str | None) -> Archive:
+    """The dumped schema: the file from before if the run goes on, else a new one."""
+    path = job.settings.directory / "schema" / "schema.dump"
+    if path.exists():
+        return Archive(path, job.tools)
+    archive = dump_schema(job.tools, job.settings.source, snapshot, path)
+    failpoint.hit("schema.dumped")
+    return archive
+
+
+def plan_lists(
+    job: Job, archive: Archive, catalog: SourceCatalog, decision: Decision
+) -> RestoreLists:
+    """What is restored when; the same for every process of a run."""
+    pre_data, post_data = archive.entries("pre-data"), archive.entries("post-data")
+    if not job.settings.filters.is_empty:
+        depends = read_entry_depends(archive)
+        pre_data = filter_entries(pre_data, decision, depends)
+        post_data = filter_entries(post_data, decision, depends)
+    return plan_restore(
+        pre_data,
+        post_data,
+        catalog,
+        job.settings.schema,
+        existing_schema_oids=job.store.read_existing_schemas(),
+    )
+
+
+def note_existing_schemas(job: Job, catalog: SourceCatalog) -> None:
+    """Remember which schemas the target has before we make any."""
+    with connect(job.settings.target, job.role("schema")) as target:
+        names = read_schema_names(target)
+    job.store.write_existing_schemas(o for o, name in catalog.schemas.items() if name in names)
+
+
+def restore(job: Job, archive: Archive, entries: list[Entry], name: str) -> None:
+    """Restore entries, a transaction for some hundred of them."""
+    options = job.settings.schema.restore_options()
+    if job.settings.drop_if_exists or job.settings.restart:
+        options += ["--clean", "--if-exists"]
+    pieces = chunks(entries)
+    for number, piece in enumerate(pieces, start=1):
+        step = f"{name} {number}/{len(pieces)}"
+        if step in job.done:
+            continue
+        fence, done = record.fenced_step_sql(job.run_id, job.epoch, step)
+        failpoint.hit(f"{name}.begin")
+        run_script(
+            job.settings.target,
+            archive.script(piece, f"{name}-{number}", options),
+            f"restoring {name}",
+            role=job.role("schema"),
+            before=fence,
+            after=done,
+        )
+        job.done.add(step)
+        failpoint.hit(f"{name}.done")
+
+
+def empty_shared_tables(job: Job, plan: Plan) -> None:
+    """Empty the tables that several tasks fill: once in a run."""
+    step = "empty shared tables"
+    tables = plan.shared_tables()
+    if step in job.done or not tables:
+        return
+    fence, done = record.fenced_step_sql(job.run_id, job.epoch, step)
+    statements = "".join(f"TRUNCATE ONLY {qualified(t.schema, t.name)};\n" for t in tables)
+    run_script(
+        job.settings.target,
+        statements.encode(),
+        "emptying tables on the target",
+        role=job.role("schema"),
+        before=fence,
+        after=done,
+    )
+    job.done.add(step)
+
+
+def add_foreign_keys(job: Job, catalog: SourceCatalog) -> None:
+    """All foreign keys, at once where they can't meet."""
+    settings = job.settings
+    pool = SessionPool(
+        settings.target,
+        job.role("constraint"),
+        settings.restore_jobs,
+        maintenance_work_mem=settings.maintenance_work_mem,
+    )
+
+    def add(key: ForeignKey) -> None:
+        began = time.monotonic()
+        failpoint.hit("constraint.begin")
+        pool.submit(lambda connection: add_foreign_key(connection, key)).result()
+        label = f"{key.schema}.{key.table} {key.name}"
+        job.store.write_timing("foreign key", label, time.monotonic() - began, oid=key.oid)
+
+    try:
+        run_disjoint(
+            catalog.foreign_keys, add, jobs=settings.restore_jobs, families=catalog.families
+        )
+    except BaseException:
+        pool.close(cancel=True)
+        raise
+    pool.close()
+
+
+def create_extensions(job: Job, catalog: SourceCatalog) -> None:
+    """The source's extensions, by themselves."""
+    with connect(job.settings.target, job.role("extensions")) as target:
+        for extension in catalog.extensions:
+            name, schema = ident(extension.name), ident(extension.schema)
+            with translated(f"creating extension {extension.name}"):
+                if not extension.schema.startswith("pg_"):
+                    target.execute(f"CREATE SCHEMA IF NOT EXISTS {schema}")
+                target.execute(f"CREATE EXTENSION IF NOT EXISTS {name} SCHEMA {schema} CASCADE")

@@ -55,16 +55,19 @@ def test_same_input_gives_the_same_plan_whatever_the_order_of_tables(
 ) -> None:
     samples = {t.oid: SAMPLES for t in catalog.tables}
     split = SplitSettings(threshold, max_parts=20)
-    plan = plan_clone(catalog, samples, split, jobs=jobs)
-    assert plan == plan_clone(catalog, samples, split, jobs=jobs)
+    plan = plan_clone(catalog, samples, split)
+    assert plan == plan_clone(catalog, samples, split)
 
     tables, mixed = list(catalog.tables), list(SAMPLES)
     order.shuffle(tables)
     order.shuffle(mixed)
     other = plan_clone(
-        SourceCatalog(tables=tuple(tables)), dict.fromkeys(samples, mixed), split, jobs=jobs
+        SourceCatalog(tables=tuple(tables)), dict.fromkeys(samples, mixed), split
     )
-    assert (other.parts, other.packs) == (plan.parts, plan.packs)
+    assert (other.parts, plan_packs(other.every_part, jobs=jobs)) == (
+        plan.parts,
+        plan_packs(plan.every_part, jobs=jobs),
+    )
 
 
 @given(catalogs, st.integers(0, 50 * MIB), st.integers(1, 16))
@@ -72,10 +75,10 @@ def test_every_part_is_in_exactly_one_pack(
     catalog: SourceCatalog, threshold: int, jobs: int
 ) -> None:
     samples = {t.oid: SAMPLES for t in catalog.tables}
-    plan = plan_clone(catalog, samples, SplitSettings(threshold), jobs=jobs)
+    plan = plan_clone(catalog, samples, SplitSettings(threshold))
     wanted = [(p.table_oid, p.number) for parts in plan.parts.values() for p in parts]
     assert set(plan.parts) == {t.oid for t in catalog.tables}
-    assert Counter(identities(plan.packs)) == Counter(wanted)
+    assert Counter(identities(plan_packs(plan.every_part, jobs=jobs))) == Counter(wanted)
 
 
 @given(st.lists(st.integers(0, 100 * MIB), max_size=60), st.integers(1, 16))
@@ -110,7 +113,7 @@ def test_no_parts_give_no_packs() -> None:
 
 def test_table_that_samples_can_not_cut_is_one_part() -> None:
     big = table(1, 100 * MIB)
-    plan = plan_clone(SourceCatalog(tables=(big,)), {}, SplitSettings(MIB), jobs=4)
+    plan = plan_clone(SourceCatalog(tables=(big,)), {}, SplitSettings(MIB))
     assert [p.condition for p in plan.parts[1]] == [""]
     assert plan.shared_tables() == []
 
@@ -121,7 +124,7 @@ def test_indexes_hang_on_their_table_in_the_order_of_the_catalog() -> None:
         for oid, table_oid in ((10, 2), (11, 1), (12, 2))
     )
     catalog = SourceCatalog(tables=(table(1), table(2)), indexes=indexes)
-    plan = plan_clone(catalog, {}, SplitSettings(), jobs=1)
+    plan = plan_clone(catalog, {}, SplitSettings())
     assert {oid: [i.oid for i in found] for oid, found in plan.indexes.items()} == {
         2: [10, 12],
         1: [11],
@@ -137,7 +140,7 @@ def test_tables_that_several_tasks_fill_are_the_split_ones_and_those_loaded_via_
         table(4, 10, load_via=root),
     )
     plan = plan_clone(
-        SourceCatalog(tables=tables), {1: SAMPLES}, SplitSettings(50 * MIB), jobs=4
+        SourceCatalog(tables=tables), {1: SAMPLES}, SplitSettings(50 * MIB)
     )
     assert [t.oid for t in plan.shared_tables()] == [1, 3, 4]
 
@@ -150,5 +153,5 @@ def test_table_loaded_via_its_root_is_whole_when_all_partitions_of_the_root_are_
         table(3, load_via=days),
         table(4, load_via=moods),
     )
-    plan = plan_clone(SourceCatalog(tables=tables), {}, SplitSettings(), jobs=4)
+    plan = plan_clone(SourceCatalog(tables=tables), {}, SplitSettings())
     assert plan.families() == {1: (1,), 2: (2, 4), 3: (3,), 4: (2, 4)}

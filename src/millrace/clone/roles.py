@@ -21,7 +21,11 @@ from millrace.postgres.script import run_script
 
 log = logging.getLogger(__name__)
 
-_ROLE = re.compile(r'(?:CREATE|ALTER) ROLE ("(?:[^"]|"")*"|[^\s;]+)')
+_NAME = r'("(?:[^"]|"")*"|[^\s;]+)'
+_ABOUT_ROLE = re.compile(rf"(CREATE ROLE|ALTER ROLE|COMMENT ON ROLE) {_NAME}")
+# A comment, a psql command, an empty line, or a statement: whatever is quoted in that may hold
+# semicolons and line breaks.
+_STATEMENT = re.compile(r"""--[^\n]*\n|\\[^\n]*\n|\n|(?:[^;'"]|'(?:[^']|'')*'|"(?:[^"]|"")*")*;""")
 
 
 def copy_roles(
@@ -40,20 +44,16 @@ def copy_roles(
 
 
 def without_existing(script: str, existing: Collection[str]) -> str:
-    """The script less the statements that make or alter roles in `existing`.
-
-    pg_dumpall writes one statement on each line.
-    """
+    """The script less the statements that make, alter or describe roles in `existing`."""
     kept = []
-    for line in script.splitlines():
-        match = _ROLE.match(line)
-        name = _unquoted(match[1]) if match else None
-        if name is not None and name in existing:
-            if line.startswith("CREATE"):
-                log.info("role %s exists on the target and is left as it is", name)
-            continue
-        kept.append(line)
-    return "\n".join(kept) + "\n"
+    for statement in _STATEMENT.findall(script):
+        match = _ABOUT_ROLE.match(statement)
+        name = _unquoted(match[2]) if match else None
+        if name is None or name not in existing:
+            kept.append(statement)
+        elif match and match[1] == "CREATE ROLE":
+            log.info("role %s exists on the target and is left as it is", name)
+    return "".join(kept)
 
 
 def _unquoted(name: str) -> str:

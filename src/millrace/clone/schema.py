@@ -110,7 +110,7 @@ def _pass(entry: Entry) -> int:
 
 
 def _left_out(entry: Entry, settings: SchemaSettings) -> bool:
-    is_extension_comment = entry.description == "COMMENT" and " EXTENSION " in f" {entry.rest} "
+    is_extension_comment = entry.description == "COMMENT" and entry.rest.startswith("- EXTENSION ")
     if entry.description == "EXTENSION" or is_extension_comment:
         return settings.skip_extensions or (
             is_extension_comment and settings.skip_extension_comments

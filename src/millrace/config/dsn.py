@@ -7,6 +7,7 @@ arguments of a program we start) contains a password. Only `conninfo()` and
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote
@@ -29,6 +30,17 @@ DEFAULTS = {
 }
 
 
+# Secrets for which libpq has no environment variable.
+_NO_ARGUMENTS = frozenset(
+    ("sslpassword", "scram_client_key", "scram_server_key", "oauth_client_secret")
+)
+
+
+def _without_values(error: ProgrammingError) -> str:
+    """libpq's words without what it quotes: that may be a part of the password."""
+    return re.sub(r'"[^"]*"', '"..."', redact(str(error)).strip())
+
+
 @dataclass(frozen=True, repr=False)
 class Dsn:
     """One database on one server, as a user named it."""
@@ -43,13 +55,19 @@ class Dsn:
             given = {k: str(v) for k, v in conninfo_to_dict(text).items() if v is not None}
         except ProgrammingError as error:
             raise ConfigError(
-                f"the {what} is not a PostgreSQL connection string: {redact(str(error)).strip()}",
+                f"the {what} is not a PostgreSQL connection string: {_without_values(error)}",
                 hint="write postgresql://user@host:5432/database or 'host=... dbname=...'",
             ) from None
-        if "sslpassword" in given:
+        if not re.fullmatch(r"[\d,]*", given.get("port", "")):
+            # What stands there may be a piece of an unquoted password.
             raise ConfigError(
-                f"the {what} has an sslpassword, which can't be handed to pg_dump safely",
-                hint="use a client key without a passphrase, readable only by you (mode 0600)",
+                f"the port in the {what} is not a number",
+                hint="percent-encode /, @, : and % in a password, as %2F, %40, %3A and %25",
+            )
+        for secret in _NO_ARGUMENTS & given.keys():
+            raise ConfigError(
+                f"the {what} has {secret}, which can't be handed to pg_dump safely",
+                hint="use a password file, or a client key without a passphrase (mode 0600)",
             )
         return cls(given, given.pop("password", ""))
 

@@ -134,7 +134,7 @@ def error_for(
     """The error for a SQLSTATE. `where`, the server's context, may quote row values: only
     its name of table, line and column is kept."""
     place = _place(where)
-    text = redact(f"{what}: {_without_values(message)}{place}")
+    text = redact(f"{what}: {_without_values(sqlstate, message)}{place}")
     facts["sqlstate"] = sqlstate
     if _SNAPSHOT_GONE.search(message):
         return SnapshotLost(
@@ -165,9 +165,11 @@ def _place(where: str | None) -> str:
     return f" (COPY {match[1]}, line {match[2]}{column})"
 
 
-def _without_values(message: str) -> str:
-    """PostgreSQL quotes the offending value after a colon for bad input; drop it."""
-    return re.sub(r"(invalid (?:input|byte)[^:]*): .*", r"\1", message, flags=re.S)
+def _without_values(sqlstate: str | None, message: str) -> str:
+    """Data exceptions (class 22) quote the offending value; drop it."""
+    if sqlstate is None or not sqlstate.startswith("22"):
+        return message
+    return re.sub(r'value "[^"]*"', "a value", message).split(": ", 1)[0]
 
 
 def cancel_sessions(dsn: Dsn, pattern: str) -> int:

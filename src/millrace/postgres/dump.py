@@ -43,6 +43,7 @@ _DESCRIPTIONS = (
     "SEQUENCE SET",
     "SEQUENCE OWNED BY",
 )
+_WITHOUT_OID = ("INDEX ATTACH", "TABLE ATTACH", "TABLE DATA")
 _ENTRY = re.compile(r"(\d+); (\d+) (\d+) (.*)")
 
 
@@ -67,6 +68,9 @@ def parse_toc(text: str) -> list[Entry]:
             continue
         words = match[4]
         description = next((d for d in _DESCRIPTIONS if words.startswith(d + " ")), None)
+        # A schema may be named ATTACH or DATA; but what is attached has no OID of its own.
+        if description in _WITHOUT_OID and int(match[2]):
+            description = None
         if description is None:
             description = words.split(" ", 1)[0]
         rest = words[len(description) + 1 :]

@@ -78,12 +78,23 @@ class Bench:
         assert self.records() == [(1, ROWS, attempt)]
 
 
+@pytest.fixture(scope="module")
+def databases(source_cluster: Cluster, target_cluster: Cluster) -> Iterator[tuple[str, str]]:
+    """Made once: there are many tests, and each empties them."""
+    yield source_cluster.create_database("part"), target_cluster.create_database("part")
+    for cluster in (source_cluster, target_cluster):
+        cluster.drop_database("part")
+
+
 @pytest.fixture
-def bench(source_db: str, target_db: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+def bench(databases: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     monkeypatch.setattr(retry, "FIRST_PAUSE_SECONDS", 0.01)
     monkeypatch.setattr(failpoint, "_hits", failpoint.Counter())
-    bench = Bench(source_db, target_db)
+    bench = Bench(*databases)
     with bench.stack:
+        for connection in (bench.at_source, bench.at_target):
+            connection.execute("DROP SCHEMA IF EXISTS public, millrace CASCADE")
+            connection.execute("CREATE SCHEMA public")
         yield bench
 
 
@@ -400,10 +411,10 @@ def test_refused_row_is_told_with_its_table_and_without_its_values(bench: Bench,
 
 
 def test_bytes_that_are_not_utf8_are_told_with_their_table_and_without_their_values(
-    source_cluster: Cluster, target_db: str
+    source_cluster: Cluster, bench: Bench
 ) -> None:
     source = source_cluster.create_database("ascii_source", encoding="SQL_ASCII")
-    bench = Bench(source, target_db)
+    bench = Bench(source, bench.target.conninfo())
     try:
         with bench.stack:
             bench.create(

@@ -118,7 +118,11 @@ def copy_query(
     )
 
 
-@pytest.mark.parametrize("form", ["binary", "text"])
+@pytest.mark.parametrize(
+    ("clusters", "form"),
+    [("socket", "binary"), ("tcp", "text"), ("tls-source", "binary"), ("tls-target", "text")],
+    indirect=["clusters"],
+)
 def test_every_row_arrives(route: Route, form: str) -> None:
     columns = "id int, t text, b bytea, a int[], at timestamptz"
     run(route.target, f"CREATE UNLOGGED TABLE t ({columns})")
@@ -155,7 +159,11 @@ def test_rows_without_columns_arrive(route: Route) -> None:
 
 @pytest.mark.parametrize("clusters", ["socket", "tls-target"], indirect=True)
 def test_value_of_64_megabytes_arrives(route: Route) -> None:
-    run(route.target, "CREATE TABLE t (id int, b bytea)", "ALTER TABLE t ALTER b SET STORAGE EXTERNAL")
+    run(
+        route.target,
+        "CREATE TABLE t (id int, b bytea)",
+        "ALTER TABLE t ALTER b SET STORAGE EXTERNAL",
+    )
     pair = route.open()
     big = "decode(repeat(md5('x') || md5('y'), 2 * 1024 * 1024), 'hex')"
     copied = copy_query(pair, f"SELECT 1, {big} UNION ALL SELECT 2, ''")
@@ -360,7 +368,11 @@ def test_rows_that_look_like_the_end_of_a_stream_do_not_end_it(route: Route) -> 
     pair = route.open()
     longest = [pattern * (edge * 2 // len(pattern)) for pattern in patterns]
     values = ", ".join(f"({n}, '\\x{value.hex()}'::bytea)" for n, value in enumerate(longest))
-    run(route.source, "CREATE TABLE hostile (n int, b bytea)", f"INSERT INTO hostile VALUES {values}")
+    run(
+        route.source,
+        "CREATE TABLE hostile (n int, b bytea)",
+        f"INSERT INTO hostile VALUES {values}",
+    )
     for number, size in enumerate(sizes):
         chosen = number % len(patterns)
         value = longest[chosen]
@@ -381,15 +393,23 @@ def test_many_hostile_rows_arrive(route: Route) -> None:
     run(route.source, columns)
     run(route.target, columns)
     generator = random.Random(2)
-    with psycopg.connect(route.source) as connection, connection.cursor() as cursor:
-        with cursor.copy("COPY t FROM STDIN (FORMAT binary)") as copy:
-            copy.set_types(["int4", "bytea"])
-            for n in range(20_000):
-                pattern = generator.choice(HOSTILE)
-                copy.write_row((n, generator.randbytes(generator.randrange(40)) + pattern))
+    with (
+        psycopg.connect(route.source) as connection,
+        connection.cursor() as cursor,
+        cursor.copy("COPY t FROM STDIN (FORMAT binary)") as copy,
+    ):
+        copy.set_types(["int4", "bytea"])
+        for n in range(20_000):
+            pattern = generator.choice(HOSTILE)
+            copy.write_row((n, generator.randbytes(generator.randrange(40)) + pattern))
     source, target = route.open()
     binary = "(FORMAT binary)"
-    copied = relay(source, target, f"{BEGIN}COPY public.t TO STDOUT {binary}", f"COPY public.t FROM STDIN {binary}")
+    copied = relay(
+        source,
+        target,
+        f"{BEGIN}COPY public.t TO STDOUT {binary}",
+        f"COPY public.t FROM STDIN {binary}",
+    )
     execute(target, "COMMIT")
     assert copied.rows == 20_000
     checksum = "SELECT count(*), md5(string_agg(md5(b), '' ORDER BY n)) FROM t"

@@ -88,24 +88,28 @@ def test_museum_cloned_by_two_executors_is_the_same_as_cloned_by_threads(
             shutil.rmtree(folder)
     assert len(seen) == 2
     by_cluster = json.loads((tmp_path / "out").read_text())
+    schema = dumped(target_db, target_cluster)
+    assert_equal_data(source_db, target_db, engine)
 
-    threads_db = target_cluster.create_database("museum_by_threads")
-    try:
-        settings = CloneSettings(
-            Dsn.parse(source_db),
-            Dsn.parse(threads_db),
-            tmp_path / "threads",
-            split=SplitSettings(larger_than_bytes=SPLIT_BYTES),
-        )
-        by_threads = clone(settings, engine, reporter).summary
-        assert by_threads is not None
-        assert dumped(target_db, target_cluster) == dumped(threads_db, target_cluster)
-    finally:
-        target_cluster.drop_database("museum_by_threads")
+    # The same again, over it: whatever the first one made must give way.
+    settings = CloneSettings(
+        Dsn.parse(source_db),
+        Dsn.parse(target_db),
+        tmp_path / "threads",
+        split=SplitSettings(larger_than_bytes=SPLIT_BYTES),
+        drop_if_exists=True,
+    )
+    by_threads = clone(settings, engine, reporter).summary
+    assert by_threads is not None
+    assert dumped(target_db, target_cluster) == schema
+    assert_equal_data(source_db, target_db, engine)
     for field in ("oid", "rows", "indexes", "format"):
         assert {
             (table["schema"], table["name"], table[field]) for table in by_cluster["tables"]
         } == {(table.schema, table.name, getattr(table, field)) for table in by_threads.tables}
-    compared = compare_data(CompareSettings(Dsn.parse(source_db), Dsn.parse(target_db)), engine)
+
+
+def assert_equal_data(source: str, target: str, engine: Engine) -> None:
+    compared = compare_data(CompareSettings(Dsn.parse(source), Dsn.parse(target)), engine)
     assert [one.label for one in compared if not one.is_equal] == []
     assert len(compared) > 100

@@ -159,9 +159,7 @@ def test_schema_that_exists_is_not_made_again(
     pre_data: list[Entry], post_data: list[Entry], catalog: SourceCatalog
 ) -> None:
     (oid,) = (oid for oid, name in catalog.schemas.items() if name == "ATTACH")
-    lists = plan_restore(
-        pre_data, post_data, catalog, SchemaSettings(), existing_schema_oids={oid}
-    )
+    lists = plan_restore(pre_data, post_data, catalog, SchemaSettings(), existing_schema_oids={oid})
     left_out = Counter([*pre_data, *post_data]) - Counter(everything(lists))
     assert names(list(left_out)) == ["SCHEMA - ATTACH postgres"]
 
@@ -192,7 +190,10 @@ def test_only_what_was_asked_for_is_left_out(
 
 def test_what_pg_restore_leaves_out_is_its_own_option() -> None:
     assert SchemaSettings().restore_options() == []
-    assert SchemaSettings(no_owner=True, no_acl=True).restore_options() == ["--no-owner", "--no-acl"]
+    assert SchemaSettings(no_owner=True, no_acl=True).restore_options() == [
+        "--no-owner",
+        "--no-acl",
+    ]
     assert SchemaSettings(no_comments=True, no_tablespaces=True).restore_options() == [
         "--no-comments",
         "--no-tablespaces",

@@ -61,9 +61,7 @@ def test_same_input_gives_the_same_plan_whatever_the_order_of_tables(
     tables, mixed = list(catalog.tables), list(SAMPLES)
     order.shuffle(tables)
     order.shuffle(mixed)
-    other = plan_clone(
-        SourceCatalog(tables=tuple(tables)), dict.fromkeys(samples, mixed), split
-    )
+    other = plan_clone(SourceCatalog(tables=tuple(tables)), dict.fromkeys(samples, mixed), split)
     assert (other.parts, plan_packs(other.every_part, jobs=jobs)) == (
         plan.parts,
         plan_packs(plan.every_part, jobs=jobs),
@@ -131,7 +129,9 @@ def test_indexes_hang_on_their_table_in_the_order_of_the_catalog() -> None:
     }
 
 
-def test_tables_that_several_tasks_fill_are_the_split_ones_and_those_loaded_via_their_root() -> None:
+def test_tables_that_several_tasks_fill_are_the_split_ones_and_those_loaded_via_their_root() -> (
+    None
+):
     root = (100, "public", "moods")
     tables = (
         table(1, 100 * MIB),
@@ -139,9 +139,7 @@ def test_tables_that_several_tasks_fill_are_the_split_ones_and_those_loaded_via_
         table(3, 10, load_via=root),
         table(4, 10, load_via=root),
     )
-    plan = plan_clone(
-        SourceCatalog(tables=tables), {1: SAMPLES}, SplitSettings(50 * MIB)
-    )
+    plan = plan_clone(SourceCatalog(tables=tables), {1: SAMPLES}, SplitSettings(50 * MIB))
     assert [t.oid for t in plan.shared_tables()] == [1, 3, 4]
 
 

@@ -50,7 +50,9 @@ def test_size_is_read_with_units_of_1024(text: str, size: int) -> None:
     assert parse_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "MB", "-1", "-1 MB", "1,5 GB", "1 XB", "1 MB 2", "nan", "1e9"])
+@pytest.mark.parametrize(
+    "text", ["", "MB", "-1", "-1 MB", "1,5 GB", "1 XB", "1 MB 2", "nan", "1e9"]
+)
 def test_what_is_no_size_is_refused_with_a_hint(text: str) -> None:
     with pytest.raises(ConfigError, match="not a size") as caught:
         parse_size(text)
@@ -115,13 +117,11 @@ def test_without_a_password_no_variable_is_set() -> None:
 
 
 @pytest.mark.parametrize("parameter", ["oauth_client_secret", "scram_client_key"])
-def test_other_secrets_are_no_argument_of_a_program(parameter: str) -> None:
-    try:
-        dsn = Dsn.parse(f"host=db {parameter}={SECRET}")
-    except ConfigError as error:
-        assert SECRET not in f"{error} {error.hint}"
-    else:
-        assert SECRET not in dsn.public_conninfo()
+def test_other_secrets_are_refused_and_not_shown(parameter: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Dsn.parse(f"host=db {parameter}={SECRET}")
+    assert parameter in str(caught.value)
+    assert SECRET not in f"{caught.value} {caught.value.hint}"
 
 
 def test_keyword_string_and_uri_name_the_same_database() -> None:
@@ -204,7 +204,19 @@ def test_resolved_dsn_keeps_neither_passfile_nor_service() -> None:
 
 @pytest.mark.parametrize(
     "sqlstate",
-    [None, "08000", "08003", "08006", "57P01", "57P02", "57P03", "53300", "40001", "40P01", "55P03"],
+    [
+        None,
+        "08000",
+        "08003",
+        "08006",
+        "57P01",
+        "57P02",
+        "57P03",
+        "53300",
+        "40001",
+        "40P01",
+        "55P03",
+    ],
 )
 def test_what_can_go_away_by_itself_is_transient(sqlstate: str | None) -> None:
     assert is_transient_code(sqlstate)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import pytest
@@ -69,7 +70,7 @@ def test_cuts_rise_strictly_and_are_fewer_than_the_parts_asked_for(
     samples: list[Sampled], count: int
 ) -> None:
     cuts = plan_cuts(samples, count)
-    assert all(a < b for a, b in zip(cuts, cuts[1:], strict=False))
+    assert all(a < b for a, b in itertools.pairwise(cuts))
     assert len(cuts) <= count - 1
     assert set(cuts) <= {sample.key for sample in samples}
 
@@ -121,7 +122,7 @@ def test_parts_are_numbered_and_each_starts_where_the_one_before_it_ends(
 def test_rows_with_null_keys_belong_to_the_first_part_alone() -> None:
     parts = plan_parts(table(split_key=SplitKey("id", nullable=True)), [10, 20])
     assert [part.condition for part in parts] == [
-        "(\"id\" < '10' OR \"id\" IS NULL)",
+        '("id" < \'10\' OR "id" IS NULL)',
         "\"id\" >= '10' AND \"id\" < '20'",
         "\"id\" >= '20'",
     ]
@@ -210,15 +211,13 @@ def test_configuration_table_of_an_extension_is_never_split() -> None:
     assert plan_part_count(table(extension_condition="WHERE id > 100"), SplitSettings(MIB)) == 1
 
 
-@given(
-    st.integers(0, 2**45), st.integers(0, 2**40), st.integers(0, 2**20)
-)
+@given(st.integers(0, 2**45), st.integers(0, 2**40), st.integers(0, 2**20))
 def test_sample_percent_is_one_tablesample_takes(heap: int, rows: int, more: int) -> None:
     percent = plan_sample_percent(
         table(heap_bytes=heap, total_bytes=heap + more, estimated_rows=rows)
     )
     assert 0 < percent <= 100
-    assert 0 < float(f"{percent:.6f}"), "rendered as the catalog query does"
+    assert float(f"{percent:.6f}") > 0, "rendered as the catalog query does"
 
 
 def test_small_table_is_sampled_whole() -> None:

@@ -33,15 +33,20 @@ def large_object_statements(
     copy_out = f"""COPY (
         SELECT m.oid, NULL::int8 AS at, NULL::bytea AS data,
                ARRAY[pg_get_userbyid(m.lomowner)::text, obj_description(m.oid, 'pg_largeobject'),
-                     (m.lomacl IS NOT NULL)::text]
+                     (o.own <> 2)::text]
                || (SELECT array_agg(i.item ORDER BY a.n, i.k)
                      FROM aclexplode(m.lomacl) WITH ORDINALITY
                           AS a(grantor, grantee, privilege, grantable, n),
                           unnest(ARRAY[
                             CASE a.grantee WHEN 0 THEN NULL
                               ELSE pg_get_userbyid(a.grantee)::text END,
-                            a.privilege, a.grantable::text]) WITH ORDINALITY AS i(item, k)) AS about
-          FROM pg_largeobject_metadata m WHERE {between}
+                            a.privilege, a.grantable::text]) WITH ORDINALITY AS i(item, k)
+                    WHERE a.grantee <> m.lomowner OR o.own <> 2) AS about
+          FROM pg_largeobject_metadata m,
+               -- How many of the two rights of an owner it has: all, unless they were taken away.
+               LATERAL (SELECT CASE WHEN m.lomacl IS NULL THEN 2 ELSE count(*) END AS own
+                          FROM aclexplode(m.lomacl) a WHERE a.grantee = m.lomowner) o
+         WHERE {between}
         UNION ALL
         SELECT m.oid, c * {CHUNK_BYTES}, lo_get(m.oid, c * {CHUNK_BYTES}, {CHUNK_BYTES}), NULL
           FROM pg_largeobject_metadata m,
@@ -67,7 +72,6 @@ def large_object_statements(
               EXECUTE format('ALTER LARGE OBJECT %s OWNER TO %I', o.oid, o.about[1]);
             END IF;
             IF {str(acl).lower()} AND o.about[3]::bool THEN
-              -- Grants were made or taken, the owner's own perhaps too: start from none.
               EXECUTE format('REVOKE ALL ON LARGE OBJECT %s FROM %I', o.oid, o.about[1]);
             END IF;
             item := 4;

@@ -25,7 +25,9 @@ _NAME = r'("(?:[^"]|"")*"|[^\s;]+)'
 _ABOUT_ROLE = re.compile(rf"(CREATE ROLE|ALTER ROLE|COMMENT ON ROLE) {_NAME}")
 # A comment, a psql command, an empty line, or a statement: whatever is quoted in that may hold
 # semicolons and line breaks.
-_STATEMENT = re.compile(r"""--[^\n]*\n|\\[^\n]*\n|\n|(?:[^;'"]|'(?:[^']|'')*'|"(?:[^"]|"")*")*;\n?""")
+_STATEMENT = re.compile(
+    r"""--[^\n]*\n|\\[^\n]*\n|\n|(?:[^;'"]|'(?:[^']|'')*'|"(?:[^"]|"")*")*;\n?"""
+)
 
 
 def copy_roles(

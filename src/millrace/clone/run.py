@@ -123,8 +123,9 @@ def _check_servers(
         problems = preflight.check(source, target, settings, continues=continues)
         versions = [c.info.server_version // 10000 for c in (source, target)]
         encoding = server_encoding(target)
+        tls = source.pgconn.ssl_in_use
     try:
-        tools = find_dump_tools(*versions)
+        tools = find_dump_tools(*versions, tls=tls)
     except PreflightError as error:
         problems.append(preflight.Problem("programs", error.message, error.hint))
     warnings = [problem for problem in problems if problem.is_warning]
@@ -134,13 +135,13 @@ def _check_servers(
     return warnings, tools, encoding
 
 
-def find_dump_tools(source_version: int, target_version: int) -> Installation:
+def find_dump_tools(source_version: int, target_version: int, *, tls: bool) -> Installation:
     """pg_dump must not be older than the source; the target's writes best for the target."""
     programs = ("pg_dump", "pg_restore", "pg_dumpall")
     try:
-        return find_tools(max(source_version, target_version), *programs)
+        return find_tools(max(source_version, target_version), *programs, tls=tls)
     except PreflightError:
-        return find_tools(source_version, *programs)
+        return find_tools(source_version, *programs, tls=tls)
 
 
 class _Run:
@@ -186,9 +187,9 @@ class _Run:
                     self.engine.start()
                     if not self.engine.is_local:
                         self.engine.wait()  # a cluster out of reach is told before anything is done
-                self._own_target()
                 with self.job.step("take a snapshot and read the catalog"):
                     snapshot = stack.enter_context(self._open_snapshot())
+                self._own_target()
                 result = self._run_under(snapshot)
             except BaseException:
                 self._stop_sessions()

@@ -36,7 +36,13 @@ def read_source(
         tables = catalog.read_tables(
             connection, same_encoding=server_encoding(connection) == target_encoding
         )
-        tables = [t for t in tables if (PG_CLASS_OID, t.oid) not in decision.excluded]
+        with_extensions = not settings.schema.skip_extensions
+        tables = [
+            table
+            for table in tables
+            if (PG_CLASS_OID, table.oid) not in decision.excluded
+            and (with_extensions or table.extension_condition is None)
+        ]
         catalog.lock_tables(connection, tables)
         copied = {table.oid for table in tables}
         ranges, large_object_bytes = (
@@ -53,7 +59,7 @@ def read_source(
             # What is not copied by us is indexed by the restored schema.
             indexes=tuple(i for i in catalog.read_indexes(connection) if i.table_oid in copied),
             foreign_keys=tuple(catalog.read_foreign_keys(connection)),
-            sequences=tuple(catalog.read_sequences(connection)),
+            sequences=tuple(catalog.read_sequences(connection, with_extensions=with_extensions)),
             extensions=tuple(catalog.read_extensions(connection)),
             partitioned_tables=tuple(catalog.read_relations_of_kind(connection, "p")),
             materialized_views=tuple(catalog.read_relations_of_kind(connection, "m")),

@@ -123,4 +123,6 @@ _OF_THE_SESSION = frozenset(
 def resolved(parameters: dict[str, Any], password: str) -> Dsn:
     """A Dsn that needs no environment: built from what libpq ended up using."""
     kept = {k: str(v) for k, v in parameters.items() if v and k not in _OF_THE_SESSION}
+    if kept.get("sslcertmode") == "allow":
+        del kept["sslcertmode"]  # the default, and unknown to programs older than 16
     return Dsn(kept, password)

@@ -70,9 +70,16 @@ def installations() -> tuple[Installation, ...]:
     return tuple(found.values())
 
 
-def find_tools(server_version: int, *programs: str) -> Installation:
-    """The lowest major that is not below the server's and has all the programs."""
-    fit = [i for i in installations() if i.version >= server_version and i.has(*programs)]
+def find_tools(server_version: int, *programs: str, tls: bool = False) -> Installation:
+    """The lowest major that is not below the server's and has all the programs.
+
+    Programs of the wheel are built without TLS.
+    """
+    fit = [
+        i
+        for i in installations()
+        if i.version >= server_version and i.has(*programs) and not (tls and i.origin == "wheel")
+    ]
     if not fit:
         seen = ", ".join(f"{i.version} in {i.bindir}" for i in installations()) or "none"
         raise PreflightError(

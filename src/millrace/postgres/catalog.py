@@ -303,7 +303,7 @@ def read_foreign_keys(connection: Connection) -> list[ForeignKey]:
     return [ForeignKey(*row) for row in rows]
 
 
-def read_sequences(connection: Connection) -> list[Sequence]:
+def read_sequences(connection: Connection, *, with_extensions: bool = True) -> list[Sequence]:
     """All sequences with their positions (not transactional, so these are the latest)."""
     found = connection.execute(
         f"""
@@ -311,8 +311,9 @@ def read_sequences(connection: Connection) -> list[Sequence]:
           FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
          WHERE c.relkind = 'S' AND {_READABLE} AND {_USER_SCHEMA}
            AND ({_TABLE_NOT_OF_EXTENSION}
-                OR c.oid IN (SELECT unnest(extconfig) FROM pg_extension))
-         ORDER BY c.oid"""
+                OR %s AND c.oid IN (SELECT unnest(extconfig) FROM pg_extension))
+         ORDER BY c.oid""",
+        (with_extensions,),
     ).fetchall()
     positions: dict[int, tuple[int, bool]] = {}
     for chunk in _chunks(found, 500):

@@ -6,6 +6,8 @@ is looked at, and the first error is raised as ours.
 
 from __future__ import annotations
 
+import select
+
 from psycopg import Error as PsycopgError
 from psycopg import pq
 from psycopg.pq.abc import PGconn, PGresult
@@ -42,11 +44,26 @@ def execute(connection: PGconn, statements: str) -> list[PGresult]:
 
 
 def drain(connection: PGconn) -> list[PGresult]:
-    """Every result up to the end of the message."""
-    results = []
-    while (result := connection.get_result()) is not None:
+    """Every result up to the end of the message.
+
+    Waits in Python, not in libpq: there no signal would reach us before the server answers.
+    """
+    results: list[PGresult] = []
+    while True:
+        _wait_until_idle(connection)
+        result = connection.get_result()
+        if result is None:
+            return results
         results.append(result)
-    return results
+
+
+def _wait_until_idle(connection: PGconn) -> None:
+    try:
+        while connection.is_busy():
+            select.select([connection.socket], [], [])
+            connection.consume_input()
+    except PsycopgError:
+        return  # the connection broke: the next result says how
 
 
 def result_error(result: PGresult, what: str) -> MillraceError:

@@ -42,8 +42,7 @@ def is_encrypted(dsn: Dsn) -> bool:
     return bool(row and row[0])
 
 
-@pytest.mark.parametrize("encrypted", ["source", "target"])
-@pytest.mark.parametrize("cuts", [[], [10_000]], ids=["whole", "split"])
+@pytest.mark.parametrize(("encrypted", "cuts"), [("source", []), ("target", [10_000])])
 def test_part_travels_over_an_encrypted_connection(
     tls_db: Dsn, source_db: str, target_db: str, encrypted: str, cuts: list[int]
 ) -> None:

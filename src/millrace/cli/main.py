@@ -26,6 +26,12 @@ from millrace.log import redact
 
 log = logging.getLogger("millrace")
 
+# What a shell reports for a program that a signal ended: 128 and the signal's number.
+INTERRUPTED = 130
+TERMINATED = 143
+
+_signals: list[int] = []
+
 app = typer.Typer(
     name="millrace",
     help="Moves PostgreSQL data, consistently, on Apache Spark.",
@@ -60,9 +66,8 @@ def main(arguments: list[str] | None = None) -> None:
     except click.ClickException as error:
         error.show()
         code = error.exit_code
-    except (click.Abort, KeyboardInterrupt) as stop:
-        print("millrace: stopped", file=sys.stderr)
-        code = 143 if Terminated in (type(stop), type(stop.__cause__)) else 130
+    except (click.Abort, KeyboardInterrupt):
+        code = INTERRUPTED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 141
@@ -74,11 +79,10 @@ def main(arguments: list[str] | None = None) -> None:
                 hint="this is a bug in millrace; please report it with the output of --verbose",
             )
         )
+    if code == INTERRUPTED:  # typer, too, turns an interrupt into this
+        print("millrace: stopped", file=sys.stderr)
+        code = TERMINATED if _signals else INTERRUPTED
     sys.exit(code or 0)
-
-
-class Terminated(KeyboardInterrupt):
-    """SIGTERM: stop as for Ctrl-C, with another exit code."""
 
 
 def report(error: MillraceError) -> int:
@@ -130,4 +134,6 @@ def _defaults(command: Any, table: dict[str, Any], where: str) -> dict[str, Any]
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:
-    raise Terminated
+    """SIGTERM: stop as for Ctrl-C, with another exit code."""
+    _signals.append(number)
+    raise KeyboardInterrupt

@@ -191,8 +191,10 @@ class _Run:
                     snapshot = stack.enter_context(self._open_snapshot())
                 self._own_target()
                 result = self._run_under(snapshot)
-            except BaseException:
+            except BaseException as error:
                 self._stop_sessions()
+                if isinstance(error, KeyboardInterrupt):
+                    log.warning("stopped: %s", self._how_to_go_on())
                 raise
         result.warnings = warnings
         return result
@@ -429,6 +431,14 @@ class _Run:
         return (
             "--not-consistent: parts copied by different processes were read at different "
             "instants; the target equals the source only if nobody wrote to it meanwhile"
+        )
+
+    def _how_to_go_on(self) -> str:
+        if read_held(self.settings.directory) or self.settings.snapshot:
+            return "go on with the same command and --resume"
+        return (
+            "its snapshot is gone with it; start again with --restart, or, if nobody writes to "
+            "the source, go on with --resume --not-consistent"
         )
 
     def _stop_sessions(self) -> None:

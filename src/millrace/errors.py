@@ -21,6 +21,9 @@ class MillraceError(Exception):
         self.hint = hint
         self.facts = facts
 
+    def __str__(self) -> str:
+        return self.message
+
     def __reduce__(self) -> tuple[Any, ...]:
         return (_rebuild, (type(self), self.message, self.hint, self.facts))
 

@@ -19,8 +19,9 @@ from millrace.postgres import catalog
 from millrace.postgres.binaries import Installation, installations
 from millrace.postgres.connect import connect
 from millrace.postgres.depend import read_entry_depends
-from millrace.postgres.dump import dump_schema, run_script
+from millrace.postgres.dump import dump_schema
 from millrace.postgres.embedded import Cluster
+from millrace.postgres.script import run_script
 from millrace.relation import SourceCatalog, Table
 
 SCHEMA = """
@@ -169,15 +170,7 @@ class Filtering:
         depends = read_entry_depends(archive)
         for section in ("pre-data", "post-data"):
             entries = filter_entries(archive.entries(section), decision, depends)
-            script = archive.script(entries, section).read_text()
-            run_script(
-                tools,
-                self.target,
-                script,
-                section,
-                target_version=self.target_version,
-                single_transaction=False,
-            )
+            run_script(self.target, archive.script(entries, section), section, role="test")
         return Filtered(decision, source, connect(self.target, "test"))
 
 

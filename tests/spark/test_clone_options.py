@@ -314,6 +314,7 @@ def roles(source_cluster: Cluster, target_cluster: Cluster) -> Iterator[None]:
         "CREATE ROLE settled SUPERUSER LOGIN PASSWORD 'of the source'",
         "ALTER ROLE settled SET work_mem = '7MB'",
         "COMMENT ON ROLE settled IS 'on the source'",
+        "GRANT pg_read_server_files, keepers TO settled",
     )
     execute(
         target_cluster.uri(),

@@ -28,7 +28,7 @@ from millrace.postgres.embedded import Cluster
 from millrace.spark.session import Engine
 
 DEADLINE_SECONDS = 180
-SPLIT_BYTES = 256 * 1024
+SPLIT_BYTES = 1024 * 1024
 
 
 def dumped(uri: str, tools: Cluster) -> str:

@@ -16,7 +16,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import click
 import typer
 
 from millrace import __version__
@@ -63,22 +62,13 @@ def main(arguments: list[str] | None = None) -> None:
         code = app(arguments, standalone_mode=False, default_map=read_settings_file())
     except MillraceError as error:
         code = report(error)
-    except click.ClickException as error:
-        error.show()
-        code = error.exit_code
-    except (click.Abort, KeyboardInterrupt):
+    except (typer.Abort, KeyboardInterrupt):
         code = INTERRUPTED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 141
     except Exception as error:
-        log.debug("unexpected error", exc_info=True)
-        code = report(
-            InvariantError(
-                f"unexpected {type(error).__name__}: {redact(str(error))}",
-                hint="this is a bug in millrace; please report it with the output of --verbose",
-            )
-        )
+        code = report_other(error)
     if code == INTERRUPTED:  # typer, too, turns an interrupt into this
         print("millrace: stopped", file=sys.stderr)
         code = TERMINATED if _signals else INTERRUPTED
@@ -94,6 +84,20 @@ def report(error: MillraceError) -> int:
     if error.hint:
         print(f"hint: {error.hint}", file=sys.stderr)
     return error.exit_code
+
+
+def report_other(error: Exception) -> int:
+    """A wrong option, which typer can show itself; anything else is a bug."""
+    if hasattr(error, "show") and hasattr(error, "exit_code"):
+        error.show()
+        return int(error.exit_code)
+    log.debug("unexpected error", exc_info=True)
+    return report(
+        InvariantError(
+            f"unexpected {type(error).__name__}: {redact(str(error))}",
+            hint="this is a bug in millrace; please report it with the output of --verbose",
+        )
+    )
 
 
 def read_settings_file() -> dict[str, Any]:
@@ -126,6 +130,8 @@ def _defaults(command: Any, table: dict[str, Any], where: str) -> dict[str, Any]
                 hint=f"known are: {', '.join(sorted(names))}",
             )
         known = names[key]
+        if children is not None and not isinstance(value, dict):
+            raise ConfigError(f"{where}: {key} must be a table: write [{key}]")
         if children is not None:
             defaults[key] = _defaults(known, value, f"{where} [{key}]")
         else:

@@ -422,7 +422,8 @@ def render_setting(setting: str) -> str:
         "shared_preload_libraries",
         "local_preload_libraries",
     ):
-        return f"{ident(name)} TO {value or literal('')}"
+        is_empty = value in ("", '""')
+        return f"{ident(name)} TO {literal('') if is_empty else value}"
     return f"{'.'.join(map(ident, name.split('.')))} TO {literal(value)}"
 
 

@@ -58,8 +58,7 @@ _HINTS = {
     "or ask for fewer jobs",
     "53300": "raise max_connections on that server, or ask for fewer jobs",
     "42501": "grant the missing right to the connecting role, or connect as a superuser",
-    "42P01": "the table is gone from the source: someone dropped it while it was being copied; "
-    "start again with --restart",
+    "42P01": "something was dropped there while it was needed; start again with --restart",
     "22021": "the source holds bytes that are not valid in the target's encoding: "
     "create the target database with the source's encoding",
     "22P05": "the target's encoding can't hold a character of the source: "

@@ -27,6 +27,7 @@ import secrets
 import select
 import socket
 import struct
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,7 +36,13 @@ from psycopg import Error as PsycopgError
 from psycopg import pq
 from psycopg.pq.abc import PGconn, PGresult
 
-from millrace.errors import ConnectionLost, FormatError, InvariantError, MillraceError
+from millrace.errors import (
+    ConnectionLost,
+    FormatError,
+    InvariantError,
+    MillraceError,
+    ServerError,
+)
 from millrace.postgres.connect import error_for
 from millrace.postgres.libpq import drain, result_error
 
@@ -44,14 +51,12 @@ CHUNK_BYTES = 256 * 1024
 # The longest possible end of the stream is 170 bytes; see _Ending.
 HOLD = 256
 # How much of the received tail is searched for an error message.
-ERROR_WINDOW_BYTES = 8 * 1024
+ERROR_WINDOW_BYTES = 64 * 1024
+# What a server says to a message that has no place where it came.
+PROTOCOL_VIOLATION = "08P01"
 
-_ERROR = re.compile(
-    rb"E[\0-\xff]{4}S[^\0]*\0V(ERROR|FATAL|PANIC)\0C([0-9A-Z]{5})\0M([^\0]*)\0([\0-\xff]*)"
-)
 # CopyDone and the command's tag, the last before ReadyForQuery.
 _COPY_DONE = re.compile(rb"c\0\0\0\x04C\0\0\0[\0-\xff]COPY (\d+)\0\Z")
-_CONTEXT = re.compile(rb"\0W([^\0]*)\0")
 
 
 @dataclass(frozen=True)
@@ -75,10 +80,7 @@ def relay(source: PGconn, target: PGconn, copy_out: str, copy_in: str) -> Copied
     started = target.exec_(copy_in.encode(encoding))
     if started.status != pq.ExecStatus.COPY_IN:
         raise result_error(started, "starting COPY on the target")
-    try:
-        sent = (_relay_raw if raw else _relay_libpq)(source, target, copy_out.encode(encoding))
-    except _TargetSpoke:
-        raise _target_error(target) from None
+    sent = (_relay_raw if raw else _relay_libpq)(source, target, copy_out.encode(encoding))
     target.put_copy_end()
     stored_rows = _command_rows(_last_result(target))
     if stored_rows != sent.rows:
@@ -104,89 +106,164 @@ class _Ending:
         column = b"?column?\0" + struct.pack(">ihihih", 0, 0, 25, -1, -1, 0)
         self.last = _message(b"D", row) + _message(b"C", b"SELECT 1\0") + _message(b"Z", b"I")
         between = _message(b"C", b"ROLLBACK\0") + _message(b"T", struct.pack(">h", 1) + column)
-        self._after = _message(b"Z", b"T") + between + self.last
+        self._after_success = _message(b"Z", b"T") + between + self.last
+        # After an error: ReadyForQuery, which says whether there was a transaction, and the same.
+        self.after_error_size = len(self._after_success)
 
     def parse(self, tail: bytes) -> tuple[int, int] | None:
         """(length of the ending, rows copied), or None if the COPY failed."""
-        if not tail.endswith(self._after):
+        if not tail.endswith(self._after_success):
             return None
-        match = _COPY_DONE.search(tail, 0, len(tail) - len(self._after))
+        match = _COPY_DONE.search(tail, 0, len(tail) - len(self._after_success))
         return (len(tail) - match.start(), int(match[1])) if match else None
 
 
 def _relay_raw(source: PGconn, target: PGconn, copy_out: bytes) -> Copied:
-    ending = _Ending()
     with _socket_of(source) as incoming, _socket_of(target) as outgoing:
-        incoming.sendall(
-            _message(b"Q", copy_out + b"\0") + _message(b"Q", ending.query.encode() + b"\0")
-        )
-        buffer = bytearray(HOLD + CHUNK_BYTES)
-        view = memoryview(buffer)
-        held = _read_prelude(incoming, buffer, ending)
+        stream = _Stream(incoming)
+        stream.begin(copy_out)
+        total = 0
         listening = select.poll()
         listening.register(outgoing, select.POLLIN | select.POLLHUP | select.POLLERR)
-        last, last_size, total, recent = ending.last, len(ending.last), 0, b""
-        while buffer[held - last_size : held] != last:
-            try:
-                received = incoming.recv_into(view[held:])
-            except OSError as error:
-                raise _source_lost(recent + buffer[:held], str(error)) from None
-            if not received:
-                raise _source_lost(recent + buffer[:held], "the source closed the connection")
-            end = held + received
-            ready = end - HOLD
-            if ready > 0:
+        try:
+            while (ready := stream.receive()) is not None:
                 if listening.poll(0):
                     raise _TargetSpoke
-                try:
-                    outgoing.sendall(view[:ready])
-                except OSError:
-                    raise _TargetSpoke from None
-                total += ready
-                recent = (recent + view[max(0, ready - ERROR_WINDOW_BYTES) : ready])[
-                    -ERROR_WINDOW_BYTES:
-                ]
-                buffer[:HOLD] = buffer[ready:end]
-                end = HOLD
-            held = end
-        tail = bytes(buffer[:held])
-        parsed = ending.parse(tail)
-        if parsed is None:
-            raise _source_error(bytes(recent) + tail)
-        ending_size, rows = parsed
-        try:
-            outgoing.sendall(tail[: held - ending_size])
-        except OSError:
-            raise _TargetSpoke from None
-        return Copied(rows, total + held - ending_size)
+                outgoing.sendall(ready)
+                total += len(ready)
+                stream.forget(len(ready))
+            rest, rows = stream.ending()
+            outgoing.sendall(rest)
+        except (_TargetSpoke, OSError):
+            error = _target_error(target)
+            if error.facts.get("sqlstate") == PROTOCOL_VIOLATION:
+                # The first bytes of the source's own error have reached the target.
+                stream.raise_error()
+            raise error from None
+        return Copied(rows, total + len(rest))
 
 
-def _read_prelude(incoming: socket.socket, buffer: bytearray, ending: _Ending) -> int:
-    """Read up to and including CopyOutResponse; what follows it is moved to the front."""
-    size = 0
-    view = memoryview(buffer)
-    while True:
+class _Stream:
+    """What the source sends from the start of a COPY to the nonce."""
+
+    def __init__(self, incoming: socket.socket) -> None:
+        self._incoming = incoming
+        self._ending = _Ending()
+        self._buffer = bytearray(HOLD + CHUNK_BYTES)
+        self._view = memoryview(self._buffer)
+        # Bytes of the buffer that are filled; the last HOLD of them are held back.
+        self._filled = 0
+        # What was passed on last, in case it was the beginning of an error message.
+        self._recent: deque[bytes] = deque()
+        self._recent_bytes = 0
+
+    def begin(self, copy_out: bytes) -> None:
+        """Send both queries and read up to CopyOutResponse."""
+        query = self._ending.query.encode()
         try:
-            received = incoming.recv_into(view[size:])
+            self._incoming.sendall(_message(b"Q", copy_out + b"\0") + _message(b"Q", query + b"\0"))
         except OSError as error:
-            raise _source_lost(buffer[:size], str(error)) from None
-        if not received:
-            raise _source_lost(buffer[:size], "the source closed the connection")
-        size += received
+            raise self._lost(str(error)) from None
         at = 0
-        while size - at >= 5:
-            kind, length = struct.unpack_from(">cI", buffer, at)
-            if kind == b"H":
-                if size - at < 1 + length:
+        while True:
+            self._fill()
+            while self._filled - at >= 5:
+                kind, length = struct.unpack_from(">cI", self._buffer, at)
+                if self._filled - at < 1 + length:
                     break
-                rest = bytes(buffer[at + 1 + length : size])
-                buffer[: len(rest)] = rest
-                return len(rest)
-            if size - at < 1 + length:
-                break
-            at += 1 + length
-        if buffer[:size].endswith(ending.last):
-            raise _source_error(bytes(buffer[:size]))
+                at += 1 + length
+                if kind == b"H":
+                    self._keep_from(at)
+                    return
+            if self._is_over():
+                raise self._error()
+
+    def receive(self) -> memoryview | None:
+        """The next bytes to pass on; None when the stream is over. `forget` them afterwards."""
+        while not self._is_over():
+            ready = self._filled - HOLD
+            if ready > 0:
+                return self._view[:ready]
+            self._fill()
+        return None
+
+    def forget(self, size: int) -> None:
+        """These bytes have been passed on."""
+        self._recent.append(bytes(self._view[max(0, size - ERROR_WINDOW_BYTES) : size]))
+        self._recent_bytes += len(self._recent[-1])
+        while self._recent_bytes - len(self._recent[0]) > ERROR_WINDOW_BYTES:
+            self._recent_bytes -= len(self._recent.popleft())
+        self._keep_from(size)
+        if not self._is_over():
+            self._fill()
+
+    def ending(self) -> tuple[bytes, int]:
+        """(the last bytes of rows, the number of rows), or the source's error."""
+        tail = bytes(self._view[: self._filled])
+        parsed = self._ending.parse(tail)
+        if parsed is None:
+            raise self._error()
+        size, rows = parsed
+        return tail[: len(tail) - size], rows
+
+    def raise_error(self) -> None:
+        """Read to the end and raise the source's error, if that is how it ends."""
+        while self.receive() is not None:
+            self.forget(self._filled - HOLD)
+        self.ending()
+
+    def _is_over(self) -> bool:
+        last = self._ending.last
+        start = self._filled - len(last)
+        return start >= 0 and self._buffer[start : self._filled] == last
+
+    def _fill(self) -> None:
+        try:
+            received = self._incoming.recv_into(self._view[self._filled :])
+        except OSError as error:
+            raise self._lost(str(error)) from None
+        if not received:
+            raise self._lost("the source closed the connection")
+        self._filled += received
+
+    def _keep_from(self, at: int) -> None:
+        rest = bytes(self._view[at : self._filled])
+        self._buffer[: len(rest)] = rest
+        self._filled = len(rest)
+
+    def _error(self) -> MillraceError:
+        window = b"".join(self._recent) + bytes(self._view[: self._filled])
+        error = _error_at_end(window[: -self._ending.after_error_size])
+        return error or ServerError(
+            "reading from the source: it failed, with an error message too long to read",
+            sqlstate="XX000",
+        )
+
+    def _lost(self, reason: str) -> MillraceError:
+        window = b"".join(self._recent) + bytes(self._view[: self._filled])
+        error = _error_at_end(window)
+        return error or ConnectionLost(f"reading from the source: {reason}", sqlstate=None)
+
+
+def _error_at_end(window: bytes) -> MillraceError | None:
+    """The ErrorResponse that ends the window: it is known by its length, not by its looks, since
+    rows may look like anything. Its body holds no two zero bytes but at its end, so no other
+    beginning inside it could fit."""
+    at = len(window)
+    while (at := window.rfind(b"E", 0, at)) >= 0:
+        if int.from_bytes(window[at + 1 : at + 5], "big") == len(window) - at - 1:
+            return _parse_error(window[at + 5 :])
+    return None
+
+
+def _parse_error(body: bytes) -> MillraceError:
+    fields = {field[:1]: field[1:].decode(errors="replace") for field in body.split(b"\0") if field}
+    return error_for(
+        fields.get(b"C"),
+        fields.get(b"M", "it failed without a message"),
+        "reading from the source",
+        where=fields.get(b"W"),
+    )
 
 
 def _relay_libpq(source: PGconn, target: PGconn, copy_out: bytes) -> Copied:
@@ -195,18 +272,22 @@ def _relay_libpq(source: PGconn, target: PGconn, copy_out: bytes) -> Copied:
         error = result_error(started, "starting COPY on the source")
         source.exec_(b"ROLLBACK")
         raise error
-    total, size, batch = 0, 0, []
-    while True:
-        received, data = source.get_copy_data(0)
-        if received < 0:
-            break
-        batch.append(bytes(data))
-        size += received
-        if size >= CHUNK_BYTES:
+    batch: list[bytes] = []
+    total, size = 0, 0
+    listening = select.poll()
+    listening.register(target.socket, select.POLLIN | select.POLLHUP | select.POLLERR)
+    try:
+        while (received := _get(source, batch)) >= 0:
+            size += received
+            if size >= CHUNK_BYTES:
+                if listening.poll(0):
+                    raise _TargetSpoke
+                _put(target, batch)
+                total, size, batch = total + size, 0, []
+        if batch:
             _put(target, batch)
-            total, size, batch = total + size, 0, []
-    if batch:
-        _put(target, batch)
+    except _TargetSpoke:
+        raise _target_error(target) from None
     results = drain(source)
     if not results:
         raise ConnectionLost("reading from the source: the connection broke", sqlstate=None)
@@ -214,6 +295,18 @@ def _relay_libpq(source: PGconn, target: PGconn, copy_out: bytes) -> Copied:
         raise result_error(results[0], "reading from the source")
     source.exec_(b"ROLLBACK")
     return Copied(_command_rows(results[0]), total + size)
+
+
+def _get(source: PGconn, batch: list[bytes]) -> int:
+    """Add the next row to the batch; its size, or a negative number at the end."""
+    try:
+        received, data = source.get_copy_data(0)
+    except PsycopgError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConnectionLost(f"reading from the source: {reason}", sqlstate=None) from None
+    if received >= 0:
+        batch.append(bytes(data))
+    return received
 
 
 def _put(target: PGconn, batch: list[bytes]) -> None:
@@ -254,28 +347,6 @@ def _command_rows(result: PGresult) -> int:
 
 def _message(kind: bytes, body: bytes) -> bytes:
     return kind + struct.pack(">I", len(body) + 4) + body
-
-
-def _source_error(tail: bytes) -> MillraceError:
-    found = None
-    for found in _ERROR.finditer(tail):
-        if found[2] != b"25P02":  # what a transaction says after its real error
-            break
-    if found is None:
-        return FormatError("the source ended COPY in a way that is not in the protocol")
-    context = _CONTEXT.search(found[4])
-    return error_for(
-        found[2].decode(),
-        found[3].decode(errors="replace"),
-        "reading from the source",
-        where=context[1].decode(errors="replace") if context else None,
-    )
-
-
-def _source_lost(tail: bytes | bytearray, reason: str) -> MillraceError:
-    if _ERROR.search(tail):
-        return _source_error(bytes(tail))
-    return ConnectionLost(f"reading from the source: {reason}", sqlstate=None)
 
 
 @contextmanager

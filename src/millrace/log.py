@@ -15,7 +15,7 @@ from typing import Any
 
 _SECRETS = (
     # postgresql://user:secret@host
-    (re.compile(r"(\w+://[^\s:/@]*):[^\s/]*@"), r"\1:***@"),
+    (re.compile(r"(\b\w+://[^\s:/@]*):[^\s/]*@"), r"\1:***@"),
     # password=secret, password='se cret', password => "secret"
     (
         re.compile(r"(?i)((?:ssl)?password|passwd|pgpassword)(\s*=\s*)('(?:[^'\\]|\\.)*'|[^\s&]+)"),

@@ -22,7 +22,7 @@ from millrace.postgres.script import run_script
 log = logging.getLogger(__name__)
 
 _NAME = r'("(?:[^"]|"")*"|[^\s;]+)'
-_ABOUT_ROLE = re.compile(rf"(CREATE ROLE|ALTER ROLE|COMMENT ON ROLE) {_NAME}")
+_ABOUT_ROLE = re.compile(rf"(CREATE ROLE|ALTER ROLE|COMMENT ON ROLE|GRANT {_NAME} TO) {_NAME}")
 # A comment, a psql command, an empty line, or a statement: whatever is quoted in that may hold
 # semicolons and line breaks.
 _STATEMENT = re.compile(
@@ -46,11 +46,11 @@ def copy_roles(
 
 
 def without_existing(script: str, existing: Collection[str]) -> str:
-    """The script less the statements that make, alter or describe roles in `existing`."""
+    """The script less the statements that make, alter, describe or enrol roles in `existing`."""
     kept = []
     for statement in _STATEMENT.findall(script):
         match = _ABOUT_ROLE.match(statement)
-        name = _unquoted(match[2]) if match else None
+        name = _unquoted(match[3]) if match else None
         if name is None or name not in existing:
             kept.append(statement)
         elif match and match[1] == "CREATE ROLE":

@@ -81,7 +81,10 @@ def relay(source: PGconn, target: PGconn, copy_out: str, copy_in: str) -> Copied
     if started.status != pq.ExecStatus.COPY_IN:
         raise result_error(started, "starting COPY on the target")
     sent = (_relay_raw if raw else _relay_libpq)(source, target, copy_out.encode(encoding))
-    target.put_copy_end()
+    try:
+        target.put_copy_end()
+    except PsycopgError as error:
+        raise ConnectionLost(f"writing to the target: {error}".strip(), sqlstate=None) from None
     stored_rows = _command_rows(_last_result(target))
     if stored_rows != sent.rows:
         raise InvariantError(f"the source sent {sent.rows} rows, the target stored {stored_rows}")

@@ -141,6 +141,7 @@ class Engine:
     def close(self) -> None:
         """Stop Spark and its processes."""
         self._closed = True
+        logging.getLogger("py4j").setLevel(logging.CRITICAL)  # it complains when cut off
         if self._thread.ident is not None:
             if self._gateway is not None and not self._ready.is_set():
                 self._gateway.proc.kill()  # nobody waits for a start that is not wanted

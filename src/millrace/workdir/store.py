@@ -73,6 +73,9 @@ class Store:
         self._database = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
         self._lock = threading.RLock()
         self._database.execute("PRAGMA journal_mode = WAL")
+        # A killed process loses nothing; after a power cut the last timings may be missing. What
+        # a resumed run depends on is synced by hand.
+        self._database.execute("PRAGMA synchronous = NORMAL")
         self._database.executescript(SCHEMA)
 
     def close(self) -> None:
@@ -86,15 +89,18 @@ class Store:
     def write_setup(self, **values: Any) -> None:
         """Pin the run to its source, target and settings; the snapshot follows."""
         self._insert("setup", [{"id": 1, "started_at": _now(), **values}])
+        self._sync()
 
     def write_snapshot(self, snapshot_id: str) -> None:
         """Pin the run to its snapshot: from here on it is planned."""
         with self._lock:
             self._database.execute("UPDATE setup SET snapshot = ?", (snapshot_id,))
+        self._sync()
 
     def write_finished(self) -> None:
         with self._lock:
             self._database.execute("UPDATE setup SET finished_at = ?", (_now(),))
+        self._sync()
 
     def write_plan(self, catalog: SourceCatalog, parts: Iterable[Part]) -> None:
         """The whole plan in one transaction."""
@@ -199,6 +205,10 @@ class Store:
         return self._rows(
             "SELECT * FROM timings WHERE kind = ? ORDER BY started_at, oid, part", kind
         )
+
+    def _sync(self) -> None:
+        with self._lock:
+            self._database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
     def _rows(self, query: str, *parameters: Any) -> list[dict[str, Any]]:
         with self._lock:

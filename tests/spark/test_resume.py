@@ -1,0 +1,147 @@
+"""Interrupted and gone on with: nothing lost, nothing twice, one instant."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import psycopg
+import pytest
+
+from millrace.clone.compare_run import CompareSettings, compare_data
+from millrace.clone.progress import Reporter
+from millrace.clone.run import clone
+from millrace.clone.settings import CloneSettings
+from millrace.clone.split import SplitSettings
+from millrace.config.dsn import Dsn
+from millrace.demo.shop import create_shop
+from millrace.errors import SnapshotLost, WorkDirError
+from millrace.snapshot.export import open_snapshot
+from millrace.snapshot.holder import hold, read_held
+from millrace.spark.session import Engine
+
+
+def run_cli(
+    source: str, target: str, directory: Path, *options: str, failpoints: str = ""
+) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "millrace", "clone", "--source", source, "--target", target]
+    command += ["--dir", str(directory), "--split-tables-larger-than", "500 kB", *options]
+    return subprocess.run(
+        command,
+        env=os.environ | {"MILLRACE_FAILPOINTS": failpoints},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+
+
+def rows(uri: str, query: str) -> list[tuple[object, ...]]:
+    with psycopg.connect(uri) as connection:
+        return connection.execute(query).fetchall()
+
+
+@pytest.mark.parametrize(
+    "failpoint", ["run.planned", "pre-data.done", "index.done", "post-data.done", "run.finished"]
+)
+def test_killed_run_goes_on_under_the_same_snapshot(
+    source_db: str, target_db: str, engine: Engine, tmp_path: Path, failpoint: str
+) -> None:
+    create_shop(source_db, megabytes=5)
+    marker = tmp_path / "marker"
+    marker.touch()
+    with hold(tmp_path / "work", Dsn.parse(source_db)) as (held, check):
+        first = run_cli(
+            source_db, target_db, tmp_path / "work", failpoints=f"{failpoint}=kill@{marker}"
+        )
+        assert first.returncode == -9, first.stderr
+        with psycopg.connect(source_db) as connection:
+            connection.execute("DELETE FROM shop.payments")
+        second = run_cli(source_db, target_db, tmp_path / "work", "--resume")
+        assert second.returncode == 0, second.stderr
+        settings = CompareSettings(Dsn.parse(source_db), Dsn.parse(target_db), 4, held.id)
+        compared = compare_data(settings, engine)
+        assert [one.label for one in compared if not one.is_equal] == []
+        check()
+    counts = "SELECT (SELECT count(*) FROM pg_indexes WHERE schemaname = 'shop'), (SELECT count(*)"
+    counts += " FROM pg_constraint WHERE contype IN ('p', 'u', 'x', 'f')), (SELECT count(*) FROM"
+    counts += " pg_trigger WHERE NOT tgisinternal)"
+    assert rows(source_db, counts) == rows(target_db, counts)
+    assert rows(target_db, "SELECT FROM pg_namespace WHERE nspname = 'millrace'") == []
+
+
+@pytest.fixture
+def stopped(
+    source_db: str,
+    target_db: str,
+    engine: Engine,
+    reporter: Reporter,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> CloneSettings:
+    """A run that failed after it was planned, and whose snapshot is gone."""
+    create_shop(source_db, megabytes=5)
+    settings = CloneSettings(Dsn.parse(source_db), Dsn.parse(target_db), tmp_path / "work")
+    monkeypatch.setenv("MILLRACE_FAILPOINTS", "pre-data.done=error")
+    with pytest.raises(Exception, match="failpoint"):
+        clone(settings, engine, reporter)
+    monkeypatch.delenv("MILLRACE_FAILPOINTS")
+    return settings
+
+
+def test_resume_without_its_snapshot_is_refused_with_three_ways_out(
+    stopped: CloneSettings, engine: Engine, reporter: Reporter
+) -> None:
+    with pytest.raises(SnapshotLost) as caught:
+        clone(replace(stopped, resume=True), engine, reporter)
+    for way in ("millrace snapshot", "--restart", "--not-consistent"):
+        assert way in caught.value.hint
+
+
+def test_directory_of_an_unfinished_run_is_not_taken_for_another(
+    stopped: CloneSettings, engine: Engine, reporter: Reporter
+) -> None:
+    with pytest.raises(WorkDirError, match="unfinished run") as caught:
+        clone(stopped, engine, reporter)
+    assert "--resume" in caught.value.hint
+    other = replace(stopped, resume=True, split=SplitSettings(larger_than_bytes=1000))
+    with pytest.raises(WorkDirError, match=r"--split-tables-larger-than 0?.*now it is 1000"):
+        clone(other, engine, reporter)
+
+
+@pytest.mark.parametrize("way", ["restart", "resume"])
+def test_both_ways_without_the_snapshot_end_in_an_equal_target(
+    stopped: CloneSettings, engine: Engine, reporter: Reporter, way: str
+) -> None:
+    changes = {"restart": True} if way == "restart" else {"resume": True, "not_consistent": True}
+    result = clone(replace(stopped, **changes), engine, reporter)
+    assert result.summary is not None
+    assert ("different instants" in result.summary.consistency) == (way == "resume")
+    compared = compare_data(CompareSettings(stopped.source, stopped.target), engine)
+    assert [one.label for one in compared if not one.is_equal] == []
+
+
+def test_holder_that_lost_its_session_says_so(source_db: str, tmp_path: Path) -> None:
+    with hold(tmp_path, Dsn.parse(source_db)) as (held, check):
+        assert read_held(tmp_path) == held
+        with open_snapshot(Dsn.parse(source_db), held.id):
+            pass
+        rows(
+            source_db,
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
+            " WHERE application_name = 'millrace snapshot' AND datname = current_database()",
+        )
+        with pytest.raises(SnapshotLost):
+            check()
+    assert read_held(tmp_path) is None
+
+
+def test_snapshot_of_a_slot_begins_where_its_changes_begin(source_db: str, tmp_path: Path) -> None:
+    with hold(tmp_path, Dsn.parse(source_db), slot="resume_test") as (held, check):
+        assert held.start_lsn
+        check()
+        with open_snapshot(Dsn.parse(source_db), held.id):
+            pass
+    rows(source_db, "SELECT pg_drop_replication_slot('resume_test')")

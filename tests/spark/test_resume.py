@@ -18,7 +18,7 @@ from millrace.clone.settings import CloneSettings
 from millrace.clone.split import SplitSettings
 from millrace.config.dsn import Dsn
 from millrace.demo.shop import create_shop
-from millrace.errors import SnapshotLost, WorkDirError
+from millrace.errors import PreflightError, SnapshotLost, WorkDirError
 from millrace.snapshot.export import open_snapshot
 from millrace.snapshot.holder import hold, read_held
 from millrace.spark.session import Engine
@@ -121,6 +121,20 @@ def test_both_ways_without_the_snapshot_end_in_an_equal_target(
     assert ("different instants" in result.summary.consistency) == (way == "resume")
     compared = compare_data(CompareSettings(stopped.source, stopped.target), engine)
     assert [one.label for one in compared if not one.is_equal] == []
+
+
+def test_restart_never_empties_a_target_that_is_not_its_own(
+    stopped: CloneSettings, engine: Engine, reporter: Reporter, target_db: str
+) -> None:
+    with psycopg.connect(target_db) as connection:
+        connection.execute("DROP SCHEMA millrace CASCADE")
+    tables = "SELECT count(*) FROM pg_tables WHERE schemaname = 'shop'"
+    before = rows(target_db, tables)
+    with pytest.raises(PreflightError, match="not empty"):
+        clone(replace(stopped, restart=True), engine, reporter)
+    assert rows(target_db, tables) == before != [(0,)]
+    # And the old run can still be gone on with, as far as its directory is concerned.
+    assert (stopped.directory / "schema" / "source.db").exists()
 
 
 def test_holder_that_lost_its_session_says_so(source_db: str, tmp_path: Path) -> None:

@@ -107,7 +107,10 @@ class TableFinisher:
         elif error is not None:
             self.errors.append(InvariantError(f"unexpected: {error!r}"))
         elif not future.cancelled():
-            then()
+            try:
+                then()
+            except Exception as failure:
+                self.errors.append(InvariantError(f"unexpected: {failure!r}"))
         # Only now: what follows is submitted before this one counts as done.
         with self._lock:
             self._futures.discard(future)

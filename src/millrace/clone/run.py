@@ -62,6 +62,7 @@ from millrace.relation import SourceCatalog
 from millrace.snapshot.export import HeldSnapshot, open_snapshot
 from millrace.snapshot.holder import read_held
 from millrace.workdir.lock import open_lock
+from millrace.workdir.store import Store
 
 log = logging.getLogger(__name__)
 
@@ -157,6 +158,10 @@ class _Run:
 
     def run(self) -> CloneResult:
         settings, began = self.settings, time.monotonic()
+        self.owned = settings.restart and self._owns_target()
+        if settings.restart:
+            # Nothing of the old run is thrown away before it is sure that a new one can start.
+            _check_servers(settings, continues=self.owned)
         # What is refused for the directory's sake is refused before any server is asked.
         directory = self._open_directory()
         self.setup = directory.setup
@@ -165,7 +170,7 @@ class _Run:
             if settings.resume and self.setup and self.setup["finished_at"]:
                 return self._nothing_left()
             warnings, tools, encoding = _check_servers(
-                settings, continues=self.setup is not None or settings.restart
+                settings, continues=self.setup is not None or self.owned
             )
             self.job = Job(
                 settings,
@@ -199,6 +204,19 @@ class _Run:
         result.warnings = warnings
         return result
 
+    def _owns_target(self) -> bool:
+        """Whether the target holds records of the run in the work directory: only then may
+        --restart empty it."""
+        path = self.settings.directory / "schema" / "source.db"
+        if not path.exists():
+            return False
+        store = Store(path)
+        setup = store.setup()
+        store.close()
+        with connect(self.settings.target, "restart") as target, translated("reading our records"):
+            runs = {run_id for run_id, _ in record.read_runs(target)}
+        return setup is not None and setup["run_id"] in runs
+
     def _nothing_left(self) -> CloneResult:
         """The run had finished; the process may have died before it took its records away."""
         assert self.setup is not None
@@ -222,14 +240,14 @@ class _Run:
         with connect(settings.target, job.role("open")) as target:
             with translated("reading our records on the target"):
                 others = [run for run in record.read_runs(target) if run[0] != job.run_id]
-            if others and not settings.restart and not settings.drop_if_exists:
+            if others and not self.owned and not settings.drop_if_exists:
                 run_id, source = others[0]
                 raise WorkDirError(
                     f"the target belongs to another run, {run_id}, from {source}",
                     hint="go on with that one in its own --dir (--resume), or, if it is dead: "
                     "DROP SCHEMA millrace CASCADE on the target",
                 )
-            if self.setup is None and (settings.drop_if_exists or settings.restart):
+            if self.setup is None and (settings.drop_if_exists or self.owned):
                 for run_id, _ in others:
                     cancel_sessions(settings.target, f"{APPLICATION} % {run_id}%")
                 drop_existing(target, settings.source)

@@ -37,6 +37,7 @@ def pinned(settings: CloneSettings) -> dict[str, Any]:
         "target": settings.target.identity(),
         "split_tables_larger_than": settings.split.larger_than_bytes,
         "split_max_parts": settings.split.max_parts,
+        "schema_options": " ".join(settings.schema.options()),
         "filters": "" if settings.filters.is_empty else settings.filters.as_json(),
     }
 

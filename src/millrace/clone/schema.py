@@ -50,6 +50,14 @@ class SchemaSettings:
     skip_extension_comments: bool = False
     skip_collations: bool = False
 
+    def options(self) -> list[str]:
+        """The flags that were given: they decide what the restored lists hold."""
+        return [
+            "--" + name.replace("_", "-").replace("extension-comments", "ext-comments")
+            for name, given in vars(self).items()
+            if given
+        ]
+
     def restore_options(self) -> list[str]:
         """The pg_restore options that say the same."""
         flags = {

@@ -30,6 +30,8 @@ CREATE TABLE IF NOT EXISTS setup (
     split_tables_larger_than INTEGER NOT NULL,
     split_max_parts INTEGER NOT NULL,
     filters TEXT NOT NULL DEFAULT '',
+    -- What of the schema is left out: --no-owner, --skip-extensions and the like.
+    schema_options TEXT NOT NULL DEFAULT '',
     plugin TEXT,
     slot_name TEXT,
     started_at TEXT NOT NULL,

@@ -141,7 +141,15 @@ class Engine:
     def close(self) -> None:
         """Stop Spark and its processes."""
         self._closed = True
-        logging.getLogger("py4j").setLevel(logging.CRITICAL)  # it complains when cut off
+        py4j_log = logging.getLogger("py4j")
+        level = py4j_log.level
+        py4j_log.setLevel(logging.CRITICAL)  # it complains when cut off
+        try:
+            self._close()
+        finally:
+            py4j_log.setLevel(level)
+
+    def _close(self) -> None:
         if self._thread.ident is not None:
             if self._gateway is not None and not self._ready.is_set():
                 self._gateway.proc.kill()  # nobody waits for a start that is not wanted

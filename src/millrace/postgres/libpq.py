@@ -81,3 +81,34 @@ def result_error(result: PGresult, what: str) -> MillraceError:
         what,
         where=field(pq.DiagnosticField.CONTEXT),
     )
+
+
+# libpq keeps what it can't send yet: pieces, so that it never holds a whole stream.
+_COPY_PIECE_BYTES = 1 << 20
+
+
+def copy_in(connection: PGconn, statement: str, data: memoryview) -> int:
+    """Run COPY ... FROM STDIN with this data; the number of rows stored."""
+    started = connection.exec_(statement.encode())
+    if started.status != pq.ExecStatus.COPY_IN:
+        raise result_error(started, "starting COPY on the target")
+    try:
+        for start in range(0, len(data), _COPY_PIECE_BYTES):
+            connection.put_copy_data(data[start : start + _COPY_PIECE_BYTES])
+        connection.put_copy_end()
+    except PsycopgError as error:
+        results = drain(connection)
+        if results and results[0].error_message:
+            raise result_error(results[0], "writing to the target") from None
+        raise ConnectionLost(f"writing to the target: {error}".strip(), sqlstate=None) from None
+    results = drain(connection)
+    if not results:
+        raise ConnectionLost("writing to the target: the connection broke", sqlstate=None)
+    if results[0].status != pq.ExecStatus.COMMAND_OK:
+        raise result_error(results[0], "writing to the target")
+    return command_rows(results[0])
+
+
+def command_rows(result: PGresult) -> int:
+    """How many rows a command says it touched."""
+    return int(result.command_tuples or 0)

@@ -1,0 +1,1 @@
+"""Changes of the source after the snapshot: received, spooled, transformed, applied."""

@@ -1,0 +1,290 @@
+"""Work into the target.
+
+Invariant: rows and position commit in one transaction; a change that finds no row, or a row in
+its way, is never passed over silently.
+
+For each table: rows deleted, then updated, then inserted, each kind as one set. Deleted and
+updated rows are sent to a stage and joined with the table; the number of rows touched must be the
+number sent. Inserted rows go straight into the table.
+
+Rows that trade unique values would be in each other's way within one UPDATE, although nothing is
+wrong once all are updated. When that happens they are lifted out of the table and put back with
+their new values.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from enum import StrEnum
+
+from psycopg.pq.abc import PGconn
+
+from millrace import failpoint
+from millrace.errors import ApplyError, InvariantError, MillraceError, ServerError
+from millrace.lsn import render_lsn
+from millrace.postgres.libpq import command_rows, copy_in, execute
+from millrace.postgres.quote import qualified
+from millrace.stream.statement import TablePlan
+from millrace.stream.work import StagedRows, TableWork, TruncateWork, Work
+
+log = logging.getLogger(__name__)
+
+# unique_violation and exclusion_violation
+_IN_THE_WAY = ("23505", "23P01")
+# Each transaction empties every stage of the session, used or not.
+MAX_STAGES = 64
+
+
+class OnConflict(StrEnum):
+    """What to do about a change whose row is not there, or whose place is taken."""
+
+    STOP = "stop"
+    SKIP = "skip-and-log"
+    OVERWRITE = "overwrite"
+
+
+@dataclass
+class Applied:
+    """What was done."""
+
+    changes: int = 0
+    deleted: int = 0
+    updated: int = 0
+    inserted: int = 0
+    skipped: int = 0
+    overwritten: int = 0
+
+    def add(self, other: Applied) -> None:
+        for each in fields(self):
+            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
+
+
+class Applier:
+    """Applies work on one session, inside a transaction that the caller opens and ends."""
+
+    def __init__(self, session: PGconn, on_conflict: OnConflict = OnConflict.STOP) -> None:
+        self._session = session
+        self._on_conflict = on_conflict
+        self._stages: set[str] = set()
+        # Stages with rows of this transaction.
+        self._filled: set[str] = set()
+        self.applied = Applied()
+
+    def begin(self) -> None:
+        """A transaction begins."""
+        self._filled.clear()
+        if len(self._stages) > MAX_STAGES:
+            execute(self._session, "DISCARD TEMP")
+            self._stages.clear()
+
+    def take(self) -> Applied:
+        """What the transaction did, now that it is committed."""
+        done, self.applied = self.applied, Applied()
+        return done
+
+    def apply(self, work: Work) -> None:
+        """Do it; an error leaves the transaction, and this object, unusable."""
+        if isinstance(work, TruncateWork):
+            self._truncate(work)
+            return
+        self.applied.changes += work.changes
+        try:
+            if work.deletes:
+                self._delete(work.plan, work.deletes)
+            failpoint.hit("apply.after_delete")
+            for staged in work.updates:
+                self._update(work.plan, staged)
+            failpoint.hit("apply.after_update")
+            if work.inserts:
+                self._insert(work.plan, work.inserts, is_direct=work.is_direct)
+        except ServerError as error:
+            raise _named(error, work) from error
+
+    def _truncate(self, work: TruncateWork) -> None:
+        # Several at once: they may reference each other. Tables that the source did not name
+        # are never emptied, so no CASCADE.
+        names = ", ".join(
+            qualified(t.schema, t.name)
+            if t.is_partitioned
+            else f"ONLY {qualified(t.schema, t.name)}"
+            for t in work.tables
+        )
+        restart = " RESTART IDENTITY" if work.restart_identity else ""
+        try:
+            execute(self._session, f"TRUNCATE {names}{restart}")
+        except ServerError as error:
+            labels = ", ".join(f"{t.schema}.{t.name}" for t in work.tables)
+            raise _apply_error(error, labels, work.lsn) from error
+        self.applied.changes += 1
+
+    def _delete(self, plan: TablePlan, staged: StagedRows) -> None:
+        self._fill(plan, "d", staged)
+        deleted = self._touch(plan.delete())
+        if deleted != len(staged):
+            self._note_missing(plan, "d", staged, deleted, "delete")
+        self.applied.deleted += deleted
+
+    def _update(self, plan: TablePlan, staged: StagedRows) -> None:
+        columns = plan.settable(with_key=staged.is_key_changed, unchanged=staged.unchanged)
+        if not columns:
+            return
+        self._fill(plan, "u", staged)
+        missing: list[int] = []
+        if self._on_conflict is not OnConflict.STOP and not plan.is_multiset:
+            missing = self._numbers(plan.missing("u"))
+        updated = self._update_rows(plan, staged, lambda: self._touch(plan.update(columns)))
+        if updated != len(staged):
+            self._note_missing(plan, "u", staged, updated, "update")
+            if missing and self._on_conflict is OnConflict.OVERWRITE:
+                self._insert_missing(plan, staged, missing)
+        self.applied.updated += updated
+
+    def _update_rows(self, plan: TablePlan, staged: StagedRows, update: Callable[[], int]) -> int:
+        must_lift = staged.is_key_changed and any(c.target.is_identity_always for c in plan.key)
+        if must_lift:
+            return self._lift(plan, staged)
+        if not plan.can_trade_values and not staged.is_key_changed:
+            return update()
+        execute(self._session, "SAVEPOINT millrace")
+        try:
+            updated = update()
+        except ServerError as error:
+            if error.facts.get("sqlstate") not in _IN_THE_WAY:
+                raise
+            execute(self._session, "ROLLBACK TO SAVEPOINT millrace")
+            updated = self._lift(plan, staged)
+        execute(self._session, "RELEASE SAVEPOINT millrace")
+        return updated
+
+    def _lift(self, plan: TablePlan, staged: StagedRows) -> int:
+        create, move = plan.lift()
+        execute(self._session, create)
+        lifted = self._touch(move)
+        if self._on_conflict is OnConflict.OVERWRITE:
+            for statement in plan.delete_blocking("u"):
+                self.applied.overwritten += self._touch(statement)
+        put_back = self._touch(plan.put_back(staged.unchanged))
+        if put_back != lifted:
+            raise InvariantError(f"{plan.label}: {lifted} rows lifted, {put_back} put back")
+        execute(self._session, f"DROP TABLE pg_temp.millrace_{plan.number}_l")
+        return lifted
+
+    def _insert(self, plan: TablePlan, staged: StagedRows, *, is_direct: bool) -> None:
+        if is_direct:
+            stored = copy_in(self._session, plan.insert_copy(), staged.data.data)
+            if stored != len(staged):
+                raise InvariantError(f"{plan.label}: {len(staged)} rows sent, {stored} stored")
+            self.applied.inserted += stored
+            return
+        self._fill(plan, "i", staged)
+        if self._on_conflict is OnConflict.OVERWRITE:
+            for statement in plan.delete_blocking("i"):
+                replaced = self._touch(statement)
+                self.applied.overwritten += replaced
+                if replaced:
+                    _log_conflict(plan, "insert", staged, replaced, "the rows in its way replaced")
+        skips = self._on_conflict is OnConflict.SKIP
+        conflict = " ON CONFLICT DO NOTHING" if skips else ""
+        stored = self._touch(plan.insert_staged(conflict=conflict))
+        if stored != len(staged):
+            self.applied.skipped += len(staged) - stored
+            _log_conflict(plan, "insert", staged, len(staged) - stored, "skipped")
+        self.applied.inserted += stored
+
+    def _insert_missing(self, plan: TablePlan, staged: StagedRows, missing: list[int]) -> None:
+        """Updates whose row is not there become inserts, if the whole row is known."""
+        if staged.unchanged:
+            raise ApplyError(
+                f"{plan.label}: the row to update is not there, and not all of it was sent",
+                hint="an out-of-line value that did not change is not part of an update; copy the"
+                " table again",
+                table=plan.label,
+                lsn=render_lsn(int(staged.lsn[missing[0]])),
+            )
+        numbers = ", ".join(map(str, missing))
+        inserted = self._touch(plan.insert_staged("u", f"s.n IN ({numbers})"))
+        self.applied.overwritten += inserted
+
+    def _note_missing(
+        self, plan: TablePlan, kind: str, staged: StagedRows, touched: int, verb: str
+    ) -> None:
+        """Not every stage row met exactly one row of the table."""
+        lsn = int(staged.lsn[0])
+        if not plan.is_multiset and not staged.is_key_changed:
+            numbers = self._numbers(plan.missing(kind)) if kind == "u" else []
+            lsn = int(staged.lsn[numbers[0]]) if numbers else lsn
+        if self._on_conflict is OnConflict.STOP or touched > len(staged):
+            key = ", ".join(column.target.name for column in plan.key)
+            found = "no row" if touched < len(staged) else "more rows than one"
+            raise ApplyError(
+                f"{plan.label}: {len(staged)} rows to {verb}, {touched} there: a change at or"
+                f" after {render_lsn(lsn)} finds {found} by {key}",
+                hint="somebody else writes to the target, or it was not equal when the stream"
+                " began; `millrace compare data --rows` shows where, --on-conflict goes on",
+                table=plan.label,
+                lsn=render_lsn(lsn),
+                key_columns=key,
+            )
+        if self._on_conflict is OnConflict.SKIP or kind == "d":
+            self.applied.skipped += len(staged) - touched
+        _log_conflict(plan, verb, staged, len(staged) - touched, "not there")
+
+    def _fill(self, plan: TablePlan, kind: str, staged: StagedRows) -> None:
+        stage = plan.stage(kind)
+        if stage not in self._stages:
+            execute(self._session, plan.create_stage(kind))
+            self._stages.add(stage)
+        elif stage in self._filled:
+            execute(self._session, f"TRUNCATE {stage}")
+        self._filled.add(stage)
+        stored = copy_in(self._session, plan.copy(stage), staged.data.data)
+        if stored != len(staged):
+            raise InvariantError(f"{plan.label}: {len(staged)} rows sent, {stored} staged")
+
+    def _touch(self, statement: str) -> int:
+        return command_rows(execute(self._session, statement)[0])
+
+    def _numbers(self, query: str) -> list[int]:
+        result = execute(self._session, query)[0]
+        return [int(result.get_value(row, 0) or 0) for row in range(result.ntuples)]
+
+
+def _log_conflict(plan: TablePlan, verb: str, staged: StagedRows, count: int, what: str) -> None:
+    log.warning(
+        "%s: %d of %d rows to %s from %s on: %s",
+        plan.label,
+        count,
+        len(staged),
+        verb,
+        render_lsn(int(staged.lsn[0])),
+        what,
+    )
+
+
+def _named(error: ServerError, work: TableWork) -> MillraceError:
+    """Errors about the data become ApplyErrors; a lost connection stays what it is."""
+    code = error.facts.get("sqlstate") or "08"
+    if not code.startswith(("22", "23", "42", "0A", "P0")):
+        return error
+    line = re.search(r"COPY \S+, line (\d+)", error.message)
+    lsn = None
+    staged = next((s for s in (work.inserts, *work.updates, work.deletes) if s), None)
+    if staged is not None:
+        number = int(line[1]) - 1 if line and work.inserts else 0
+        source = work.inserts if line and work.inserts else staged
+        lsn = int(source.lsn[min(number, len(source) - 1)])
+    return _apply_error(error, work.plan.label, lsn)
+
+
+def _apply_error(error: ServerError, label: str, lsn: int | None) -> ApplyError:
+    at = f" at or after {render_lsn(lsn)}" if lsn else ""
+    return ApplyError(
+        f"{label}: a change{at} is refused: {error.message}",
+        hint=error.hint or "make the target take the change, then run the same command again",
+        table=label,
+        lsn=render_lsn(lsn) if lsn else None,
+        sqlstate=error.facts.get("sqlstate"),
+    )

@@ -1,0 +1,294 @@
+"""The statements by which net changes of one table reach the target; pure text.
+
+Invariant: each statement touches exactly the rows its stage names, or its row count says so.
+
+Changes arrive in temporary tables, the *stages*: `n` numbers the rows, `k1...` hold what the row
+was known by before, `v1...` its values after. What every statement has in common is how a row
+`t` of the table is matched with a row `s` of the stage: by its key, or, where there is none, by
+what all its values look like, each of several equal rows paired with one stage row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from millrace.errors import ApplyError
+from millrace.postgres.pgoutput import RelationColumn, RelationVersion
+from millrace.postgres.quote import ident, qualified
+from millrace.stream.target_table import TargetColumn, TargetTable
+
+
+@dataclass(frozen=True)
+class MappedColumn:
+    """A column that is sent on."""
+
+    # Its place in the relation message.
+    place: int
+    target: TargetColumn
+    # The type of its values in a stage.
+    stage_type: str
+    # Whether the table itself reads the values as they come.
+    is_direct: bool
+
+
+# Below this OIDs mean the same on every server.
+FIRST_USER_OID = 16384
+
+
+@dataclass(frozen=True)
+class TablePlan:
+    """One version of a source's table, and its table on the target."""
+
+    relation: RelationVersion
+    table: TargetTable
+    columns: tuple[MappedColumn, ...]
+    # Of `columns`, those that tell rows apart; empty if only inserts can come.
+    key: tuple[MappedColumn, ...]
+    # No key: rows are known by all their values, and may be equal.
+    is_multiset: bool
+    is_binary: bool
+    # Distinguishes the stages of several plans of one session.
+    number: int
+
+    @cached_property
+    def name(self) -> str:
+        return qualified(self.table.schema, self.table.name)
+
+    @cached_property
+    def label(self) -> str:
+        return f"{self.table.schema}.{self.table.name}"
+
+    @property
+    def can_insert_directly(self) -> bool:
+        return all(column.is_direct for column in self.columns)
+
+    @property
+    def can_trade_values(self) -> bool:
+        """Whether rows can be in each other's way although the outcome is fine."""
+        return self.table.unique_index_count > 1
+
+    def settable(self, *, with_key: bool, unchanged: frozenset[int]) -> list[MappedColumn]:
+        """The columns an UPDATE sets; numbers in `unchanged` are places."""
+        key = () if with_key else self.key
+        return [
+            column
+            for column in self.columns
+            if column.place not in unchanged
+            and not column.target.is_identity_always
+            and (self.is_multiset or column not in key)
+        ]
+
+    def copy(self, into: str, columns: Iterable[str] = ()) -> str:
+        listed = f" ({', '.join(columns)})" if columns else ""
+        return f"COPY {into}{listed} FROM STDIN (FORMAT {'binary' if self.is_binary else 'text'})"
+
+    def insert_copy(self) -> str:
+        """Rows straight into the table."""
+        return self.copy(self.name, [ident(column.target.name) for column in self.columns])
+
+    def stage(self, kind: str) -> str:
+        return f"pg_temp.millrace_{self.number}_{kind}"
+
+    def create_stage(self, kind: str) -> str:
+        """`kind`: d for rows to delete, u to update, i to insert."""
+        fields = ["n int4"]
+        if kind != "i":
+            fields += [f"k{i} {c.stage_type}" for i, c in enumerate(self.key, 1)]
+        if kind != "d":
+            fields += [f"v{i} {c.stage_type}" for i, c in enumerate(self.columns, 1)]
+        return (
+            f"CREATE TEMP TABLE {self.stage(kind)[8:]} ({', '.join(fields)}) ON COMMIT DELETE ROWS"
+        )
+
+    def delete(self) -> str:
+        return f"DELETE FROM {self._only} AS t USING {self._source('d')} WHERE {self._match('d')}"
+
+    def update(self, columns: Sequence[MappedColumn]) -> str:
+        sets = ", ".join(f"{ident(c.target.name)} = s.{self._value(c)}" for c in columns)
+        return (
+            f"UPDATE {self._only} AS t SET {sets} FROM {self._source('u')} WHERE {self._match('u')}"
+        )
+
+    def missing(self, kind: str) -> str:
+        """Numbers of stage rows that no row of the table answers to; keys only."""
+        return (
+            f"SELECT s.n FROM {self.stage(kind)} AS s WHERE NOT EXISTS"
+            f" (SELECT FROM {self._only} AS t WHERE {self._key_match}) ORDER BY s.n"
+        )
+
+    def insert_staged(self, kind: str = "i", condition: str = "", conflict: str = "") -> str:
+        names = ", ".join(ident(column.target.name) for column in self.columns)
+        values = ", ".join(f"s.{self._value(column)}" for column in self.columns)
+        into = f"{self.name} ({names}) OVERRIDING SYSTEM VALUE" if names else self.name
+        where = f" WHERE {condition}" if condition else ""
+        return (
+            f"INSERT INTO {into} SELECT {values} FROM {self.stage(kind)} AS s{where}"
+            f" ORDER BY s.n{conflict}"
+        )
+
+    def delete_blocking(self, kind: str) -> list[str]:
+        """Rows of the table that hold a unique value of a stage row; one statement for each key."""
+        places = {column.target.name: self._value(column) for column in self.columns}
+        statements = []
+        for unique in self.table.unique_keys:
+            if not all(name in places for name in unique):
+                continue
+            matches = [self._equal(name, f"s.{places[name]}") for name in unique]
+            statements.append(
+                f"DELETE FROM {self._only} AS t USING {self.stage(kind)} AS s"
+                f" WHERE {' AND '.join(matches)}"
+            )
+        return statements
+
+    def lift(self) -> tuple[str, str]:
+        """(create, move): take the rows of the update stage out of the table, into a table of
+        their own, together with their numbers."""
+        names = self._stored
+        create = (
+            f"CREATE TEMP TABLE millrace_{self.number}_l ON COMMIT DROP AS"
+            f" SELECT 0 AS n, {names} FROM {self.name} LIMIT 0"
+        )
+        listed = ", ".join(f"t.{ident(c.name)}" for c in self._stored_columns)
+        move = (
+            f"WITH gone AS (DELETE FROM {self._only} AS t USING {self._source('u')}"
+            f" WHERE {self._match('u')} RETURNING s.n, {listed})"
+            f" INSERT INTO pg_temp.millrace_{self.number}_l SELECT * FROM gone"
+        )
+        return create, move
+
+    def put_back(self, unchanged: frozenset[int]) -> str:
+        """Insert the lifted rows again, with their new values."""
+        new = {
+            column.target.name: f"s.{self._value(column)}"
+            for column in self.columns
+            if column.place not in unchanged
+        }
+        values = ", ".join(new.get(c.name, f"l.{ident(c.name)}") for c in self._stored_columns)
+        return (
+            f"INSERT INTO {self.name} ({self._stored}) OVERRIDING SYSTEM VALUE SELECT {values}"
+            f" FROM pg_temp.millrace_{self.number}_l AS l JOIN {self.stage('u')} AS s USING (n)"
+            " ORDER BY n"
+        )
+
+    @property
+    def _stored_columns(self) -> list[TargetColumn]:
+        return [column for column in self.table.columns if not column.is_generated]
+
+    @property
+    def _stored(self) -> str:
+        return ", ".join(ident(column.name) for column in self._stored_columns)
+
+    @property
+    def _only(self) -> str:
+        # The source sends the rows of inheriting tables under their own names.
+        return self.name if self.table.is_partitioned else f"ONLY {self.name}"
+
+    def _value(self, column: MappedColumn) -> str:
+        return f"v{self.columns.index(column) + 1}"
+
+    def _equal(self, name: str, value: str) -> str:
+        column = self.table.column(name)
+        assert column is not None
+        if column.equality is None:
+            return f"t.{ident(name)}::text = {value}::text"
+        return f"t.{ident(name)} {column.equality} {value}"
+
+    @cached_property
+    def _key_match(self) -> str:
+        return " AND ".join(
+            self._equal(column.target.name, f"s.k{i}") for i, column in enumerate(self.key, 1)
+        )
+
+    def _match(self, kind: str) -> str:
+        if not self.is_multiset:
+            return self._key_match
+        return "t.tableoid = s.place_table AND t.ctid = s.place"
+
+    def _source(self, kind: str) -> str:
+        if not self.is_multiset:
+            return f"{self.stage(kind)} AS s"
+        # The text of a whole row, NULLs and empty strings told apart.
+        names = [ident(column.target.name) for column in self.key]
+        theirs = ", ".join(f"r.{name}" for name in names)
+        ours = ", ".join(
+            f"w.k{i}::{column.target.definition.split(' COLLATE ')[0]}"
+            for i, column in enumerate(self.key, 1)
+        )
+        stage = self.stage(kind)
+        return (
+            f"(SELECT found.place_table, found.place, wanted.* FROM"
+            f" (SELECT r.tableoid AS place_table, r.ctid AS place, ROW({theirs})::text AS image,"
+            f" row_number() OVER (PARTITION BY ROW({theirs})::text) AS copy FROM {self._only} AS r"
+            f" WHERE ROW({theirs})::text IN (SELECT ROW({ours})::text FROM {stage} AS w)) AS found"
+            f" JOIN (SELECT w.*, ROW({ours})::text AS image,"
+            f" row_number() OVER (PARTITION BY ROW({ours})::text) AS copy FROM {stage} AS w)"
+            " AS wanted USING (image, copy)) AS s"
+        )
+
+
+def plan_table(
+    relation: RelationVersion,
+    table: TargetTable,
+    *,
+    is_binary: bool,
+    type_names: Mapping[int, str],
+    excluded: frozenset[str] = frozenset(),
+    number: int = 0,
+) -> TablePlan:
+    """How changes of this version of a table are applied; `excluded` columns are left out."""
+    columns = []
+    for place, column in enumerate(relation.columns):
+        target = table.column(column.name)
+        if column.name in excluded or (target is not None and target.is_generated):
+            continue
+        if target is None:
+            raise ApplyError(
+                f"{relation.schema}.{relation.name}: the target has no column {column.name}",
+                hint="add it there (ALTER TABLE ... ADD COLUMN), then run the same command again",
+                table=f"{relation.schema}.{relation.name}",
+            )
+        columns.append(_map_column(place, column, target, is_binary, type_names))
+    key, is_multiset = _choose_key(relation, table, columns)
+    return TablePlan(relation, table, tuple(columns), key, is_multiset, is_binary, number)
+
+
+def _map_column(
+    place: int,
+    column: RelationColumn,
+    target: TargetColumn,
+    is_binary: bool,
+    type_names: Mapping[int, str],
+) -> MappedColumn:
+    if not is_binary or column.type_oid in (0, target.type_oid):
+        return MappedColumn(place, target, target.definition, True)
+    if column.type_oid < FIRST_USER_OID:
+        return MappedColumn(place, target, type_names[column.type_oid], False)
+    # A type of the users' own has another OID there; the receiver lets only those pass in
+    # binary whose bytes do not name it.
+    return MappedColumn(place, target, target.definition, True)
+
+
+def _choose_key(
+    relation: RelationVersion, table: TargetTable, columns: Sequence[MappedColumn]
+) -> tuple[tuple[MappedColumn, ...], bool]:
+    """(the columns that tell rows apart, whether even they may not)."""
+    by_name = {column.target.name: column for column in columns}
+    if relation.replica_identity == "f":
+        for names in table.telling_keys:
+            if all(name in by_name for name in names):
+                return tuple(by_name[name] for name in names), False
+        return tuple(columns), True
+    names = tuple(column.name for column in relation.columns if column.is_key)
+    if not names and table.telling_keys and not any(c.type_oid for c in relation.columns):
+        # The plugin does not tell; the target's key is the source's.
+        names = table.telling_keys[0]
+    missing = [name for name in names if name not in by_name]
+    if missing:
+        raise ApplyError(
+            f"{relation.schema}.{relation.name}: the key column {missing[0]} is left out",
+            hint="a column of the replica identity can't be excluded",
+            table=f"{relation.schema}.{relation.name}",
+        )
+    return tuple(by_name[name] for name in names), False

@@ -1,0 +1,201 @@
+"""Changes made ready for the target: every byte to be sent, nothing left to compute.
+
+Invariant: what is prepared depends on the changes and on the tables' definitions alone, so it can
+be made on another thread while the target is busy with what came before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import psycopg
+from numpy.typing import NDArray
+
+from millrace.errors import ApplyError
+from millrace.postgres.connect import translated
+from millrace.postgres.copy_format import encode_binary, encode_text
+from millrace.postgres.pgoutput import Bytes, RelationVersion
+from millrace.postgres.pgoutput_tuple import Values, beside
+from millrace.stream.fold import Lines, fold
+from millrace.stream.statement import FIRST_USER_OID, TablePlan, plan_table
+from millrace.stream.target_table import TargetTable, read_target_table, read_type_names
+from millrace.stream.transform import Section, TableRows, TruncatedTables
+
+Connection = psycopg.Connection[tuple[Any, ...]]
+
+
+@dataclass(frozen=True)
+class StagedRows:
+    """Rows as COPY wants them."""
+
+    data: Bytes
+    # The LSN of the first change of each row.
+    lsn: NDArray[np.uint64]
+    # For updates: the columns whose values were not sent, and whether keys change.
+    unchanged: frozenset[int] = frozenset()
+    is_key_changed: bool = False
+
+    def __len__(self) -> int:
+        return len(self.lsn)
+
+
+@dataclass(frozen=True)
+class TableWork:
+    """What is to be done to one table, in this order."""
+
+    plan: TablePlan
+    # Row messages this is the net effect of.
+    changes: int
+    deletes: StagedRows | None
+    updates: tuple[StagedRows, ...]
+    inserts: StagedRows | None
+    # Where `inserts` has no row numbers, for the table itself and not for a stage.
+    is_direct: bool
+
+
+@dataclass(frozen=True)
+class TruncateWork:
+    """One TRUNCATE."""
+
+    tables: tuple[TargetTable, ...]
+    restart_identity: bool
+    lsn: int
+
+
+Work = TableWork | TruncateWork
+
+
+@dataclass(frozen=True)
+class Left:
+    """What of the source is left out by the user's filters, as names."""
+
+    # schema.table
+    tables: frozenset[tuple[str, str]] = frozenset()
+    columns: Mapping[tuple[str, str], frozenset[str]] = field(default_factory=dict)
+
+
+class Preparer:
+    """Turns sections into work; remembers tables of the target."""
+
+    def __init__(self, connection: Connection, left: Left, *, staged_inserts: bool) -> None:
+        self._connection = connection
+        self._left = left
+        self._staged_inserts = staged_inserts
+        self._plans: dict[tuple[RelationVersion, bool], TablePlan | None] = {}
+        self._type_names: dict[int, str] = {}
+
+    def prepare(self, section: Section) -> Work | None:
+        """None for a table that is left out."""
+        if isinstance(section, TruncatedTables):
+            tables = [self._table(relation) for relation in section.relations]
+            kept = tuple(table for table in tables if table is not None)
+            return TruncateWork(kept, section.restart_identity, section.lsn) if kept else None
+        plan = self._plan(section.relation, section.is_binary)
+        return None if plan is None else self._table_work(plan, section)
+
+    def _plan(self, relation: RelationVersion, is_binary: bool) -> TablePlan | None:
+        known = (relation, is_binary)
+        if known not in self._plans:
+            self._plans[known] = self._new_plan(relation, is_binary)
+        return self._plans[known]
+
+    def _new_plan(self, relation: RelationVersion, is_binary: bool) -> TablePlan | None:
+        table = self._table(relation)
+        if table is None:
+            return None
+        return plan_table(
+            relation,
+            table,
+            is_binary=is_binary,
+            type_names=self._names_of(relation),
+            excluded=self._left.columns.get((relation.schema, relation.name), frozenset()),
+            number=len(self._plans) + 1,
+        )
+
+    def _table(self, relation: RelationVersion) -> TargetTable | None:
+        if (relation.schema, relation.name) in self._left.tables:
+            return None
+        label = f"{relation.schema}.{relation.name}"
+        with translated(f"looking up {label} on the target"):
+            table = read_target_table(self._connection, relation.schema, relation.name)
+        if table is None:
+            raise ApplyError(
+                f"{label}: the target has no such table",
+                hint="create it there, or leave it out with --filters",
+                table=label,
+            )
+        return table
+
+    def _names_of(self, relation: RelationVersion) -> dict[int, str]:
+        wanted = [c.type_oid for c in relation.columns if 0 < c.type_oid < FIRST_USER_OID]
+        if any(oid not in self._type_names for oid in wanted):
+            with translated("reading the target's types"):
+                self._type_names |= read_type_names(self._connection, wanted)
+        return self._type_names
+
+    def _table_work(self, plan: TablePlan, section: TableRows) -> TableWork:
+        key = np.array([column.place for column in plan.key], np.int64)
+        net = fold(section.rows, key, is_multiset=plan.is_multiset)
+        places = np.array([column.place for column in plan.columns], np.int64)
+        is_direct = plan.can_insert_directly and not self._staged_inserts
+        stage = _Encoder(net.buffer, plan.is_binary, numbered=True)
+        insert = _Encoder(net.buffer, plan.is_binary, numbered=not is_direct)
+        inserted = _columns(net.inserted.after, places)
+        return TableWork(
+            plan,
+            len(section.rows),
+            stage.encode(net.deleted.before, net.deleted.lsn),
+            tuple(_updates(stage, net.updated, net.is_key_changed, places)),
+            insert.encode(inserted, net.inserted.lsn),
+            is_direct,
+        )
+
+
+@dataclass(frozen=True)
+class _Encoder:
+    buffer: Bytes
+    is_binary: bool
+    numbered: bool
+
+    def encode(self, values: Values, lsn: NDArray[np.uint64]) -> StagedRows | None:
+        if not len(values):
+            return None
+        encode = encode_binary if self.is_binary else encode_text
+        return StagedRows(encode(self.buffer, values, numbered=self.numbered), lsn)
+
+
+def _columns(values: Values, places: NDArray[np.int64]) -> Values:
+    if len(places) == values.at.shape[1]:
+        return values  # all of them: they stand in the relation's order
+    return values.columns(places)
+
+
+def _updates(
+    encoder: _Encoder,
+    lines: Lines,
+    is_key_changed: NDArray[np.bool_],
+    places: NDArray[np.int64],
+) -> Iterator[StagedRows]:
+    """A group for each set of columns that stay as they are; most often there is one."""
+    is_unchanged = lines.after.size == -2
+    partial = is_unchanged.any(axis=1)
+    groups = [np.flatnonzero(~partial)]
+    rest = np.flatnonzero(partial)
+    if len(rest):
+        _, member = np.unique(is_unchanged[rest], axis=0, return_inverse=True)
+        groups += [rest[member.ravel() == number] for number in range(int(member.max()) + 1)]
+    for rows in groups:
+        if not len(rows):
+            continue
+        chosen = lines.take(rows)
+        staged = encoder.encode(beside(chosen.before, _columns(chosen.after, places)), chosen.lsn)
+        assert staged is not None
+        yield StagedRows(
+            staged.data,
+            staged.lsn,
+            frozenset(np.flatnonzero(is_unchanged[rows[0]]).tolist()),
+            bool(is_key_changed[rows].any()),
+        )

@@ -28,7 +28,7 @@ END = "<!-- end generated -->"
 CODES = {
     "clone.md": (2, 3, 4, 5, 6, 70),
     "compare.md": (2, 5, 9, 70),
-    "list.md": (2, 5, 70),
+    "list.md": (2, 4, 5, 70),
     "demo.md": (2, 3, 5, 9, 70),
 }
 # Commands with nothing to tell.

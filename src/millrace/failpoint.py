@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections import Counter
 
 from millrace.errors import ConfigError, ConnectionLost
@@ -44,7 +45,8 @@ def _act(name: str, action: str) -> None:
     if action == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif action == "stop":
-        os.kill(os.getpid(), signal.SIGSTOP)
+        # To this thread, so that it goes not one step further; the others stop with it.
+        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
     elif action == "error":
         raise ConnectionLost(f"failpoint {name}")
     else:

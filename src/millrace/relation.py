@@ -90,6 +90,8 @@ class Index:
     # Exclusion and period constraints can't be made from an index: they are built whole.
     built_whole: bool = False
     bytes: int = 0
+    # The name of its table.
+    table: str = ""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from millrace.clone.filter import PG_CLASS_OID, Decision, FilterRules, parse_filters
+from millrace.clone.decision import PG_CLASS_OID, Decision
+from millrace.clone.filter import FilterRules, parse_filters
 from millrace.clone.filtering import filter_catalog, filter_entries, read_decision
 from millrace.config.dsn import Dsn
 from millrace.errors import ConfigError

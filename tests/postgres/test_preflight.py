@@ -13,6 +13,7 @@ from typing import Any, cast
 import psycopg
 import pytest
 
+from millrace.clone.filter import parse_filters
 from millrace.clone.preflight import Problem, check, raise_problems
 from millrace.clone.schema import SchemaSettings
 from millrace.clone.settings import CloneSettings
@@ -210,6 +211,26 @@ def test_missing_extension_is_told_unless_skipped(servers: Servers) -> None:
     assert (problem.side, problem.what) == ("target", "extension imaginary is not available")
     skipped = servers.settings(schema=SchemaSettings(skip_extensions=True))
     assert servers.check(skipped) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "is_told"),
+    [
+        ("[exclude-extension]\nimaginary\n", False),
+        ("[exclude-extension]\n~/^imag/\n", False),
+        ("[include-only-extension]\nvector\n", False),
+        ("[exclude-extension]\nvector\n", True),
+        ("[include-only-extension]\n~/^imag/\n", True),
+        ("[exclude-table]\npublic.imaginary\n", True),
+    ],
+)
+def test_extension_that_filters_leave_out_need_not_be_available(
+    servers: Servers, text: str, is_told: bool
+) -> None:
+    servers.run("source", "CREATE EXTENSION vector", IMAGINARY_EXTENSION)
+    settings = servers.settings(filters=parse_filters(text, name="f.ini"))
+    told = [problem.what for problem in servers.check(settings)]
+    assert told == (["extension imaginary is not available"] if is_told else [])
 
 
 def test_available_extension_is_no_problem(servers: Servers) -> None:

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import typer.main
 
 from millrace import __version__
 from millrace.cli.main import app, main, read_settings_file
+from millrace.clone.schema import SchemaSettings
 from millrace.postgres.embedded import Cluster, open_cluster
 
 pytestmark = pytest.mark.timeout(60)
@@ -171,6 +172,31 @@ def test_every_command_and_option_has_help(run: Run, names: tuple[str, ...]) -> 
     command = ALL_COMMANDS[names]
     assert command.help
     assert [p.name for p in command.params if not getattr(p, "help", None)] == []
+
+
+STEPS = [names for names in ALL_COMMANDS if names[0] in ("copy", "dump", "restore") and names[1:]]
+
+
+@pytest.mark.parametrize("names", STEPS, ids=" ".join)
+def test_every_step_takes_what_its_run_is_pinned_to(names: tuple[str, ...]) -> None:
+    taken = {option for parameter in ALL_COMMANDS[names].params for option in parameter.opts}
+    pins = set(SchemaSettings(*[True] * len(fields(SchemaSettings))).options())
+    pins |= {"--filters", "--source", "--target", "--dir", "--snapshot", "--not-consistent"}
+    pins |= {"--split-tables-larger-than", "--split-max-parts", "--skip-split-by-ctid"}
+    assert pins - taken == set()
+
+
+def test_options_of_a_step_are_those_of_clone() -> None:
+    whole = {p.name: p for p in ALL_COMMANDS["clone",].params}
+    for names in STEPS:
+        for parameter in ALL_COMMANDS[names].params:
+            same = whole[parameter.name]
+            assert (parameter.opts, parameter.envvar, parameter.default, parameter.help) == (
+                same.opts,
+                same.envvar,
+                same.default,
+                same.help,
+            )
 
 
 @pytest.mark.parametrize(

@@ -10,14 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from millrace.clone.decision import DbObject, Decision, Depend, decide
 from millrace.clone.filter import (
-    DbObject,
-    Decision,
-    Depend,
     FilterRules,
     NamePart,
     Rule,
-    decide,
     parse_filters,
     read_filters,
 )

@@ -37,6 +37,7 @@ LEAD_CHARACTERS = 15
 def schema(
     source: options.Source = "",
     target: options.Target = "",
+    filters: options.Filters = None,
     no_owner: Annotated[bool, typer.Option("--no-owner", help="Leave out who owns what.")] = False,
     no_acl: Annotated[bool, typer.Option("--no-acl", help="Leave out grants.")] = False,
     no_positions: Annotated[
@@ -48,8 +49,9 @@ def schema(
 ) -> None:
     """Compare every object of both databases by its properties.
 
-    What a dump and restore between two versions changes in words alone is no difference.
-    Exit code 9 if an object differs.
+    What a dump and restore between two versions changes in words alone is no difference. What
+    --filters leaves out is not looked at on either side: a filtered clone is equal under the
+    filters of its clone. Exit code 9 if an object differs.
     """
     setup_logging(verbose=verbose, quiet=quiet)
     leave_out = (
@@ -58,7 +60,10 @@ def schema(
         | (POSITION_PROPERTIES if no_positions else frozenset())
     )
     found = compare_schema(
-        options.parse_dsn(source, "source"), options.parse_dsn(target, "target"), leave_out
+        options.parse_dsn(source, "source"),
+        options.parse_dsn(target, "target"),
+        leave_out,
+        options.read_rules(filters),
     )
     if as_json:
         print(json.dumps(asdict(found) | {"equal": found.is_equal}, default=str))
@@ -76,6 +81,7 @@ def schema(
 def data(
     source: options.Source = "",
     target: options.Target = "",
+    filters: options.Filters = None,
     table: Annotated[
         list[str],
         typer.Option("--table", metavar="SCHEMA.NAME", help="Only this table; may be given again."),
@@ -98,8 +104,9 @@ def data(
 ) -> None:
     """Count and checksum every table on both sides, inside the servers.
 
-    Tables that differ are listed; all of them with --verbose or --json.
-    Exit code 9 if a table differs.
+    Tables that differ are listed; all of them with --verbose or --json. Under the --filters of a
+    clone, tables and columns that it left out are not looked at, and rows that it left out must
+    not be on the target. Exit code 9 if a table differs.
     """
     setup_logging(verbose=verbose, quiet=quiet)
     settings = CompareSettings(
@@ -110,6 +117,7 @@ def data(
         rows,
         most_rows,
         tuple(table),
+        options.read_rules(filters),
     )
     began = time.monotonic()
     with Engine(master or default_master(jobs), parse_conf(conf)) as engine:

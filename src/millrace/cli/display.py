@@ -17,7 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from millrace.clone.progress import Progress
+from millrace.clone.progress import Progress, RunningCopy, RunningIndex
 from millrace.clone.summary import Summary
 from millrace.config.size import render_size
 
@@ -106,16 +106,22 @@ def render_block(progress: Progress) -> Group:
         Text(render_line(progress), style="bold"),
         ProgressBar(total=1.0, completed=progress.share(), width=60),
     ]
-    for label, copy in progress.running_copies[:LISTED]:
-        lines.append(Text(f"  copy   {label}  {render_size(copy.bytes)}  {copy.rows:,} rows"))
-    for index in progress.running_indexes[:LISTED]:
-        lines.append(Text(f"  index  {index.name}  {index.phase}  {index.share:.0%}"))
-    hidden = max(0, len(progress.running_copies) - LISTED) + max(
-        0, len(progress.running_indexes) - LISTED
-    )
-    if hidden:
-        lines.append(Text(f"  and {hidden} more"))
+    lines += running_lines(progress.running_copies, progress.running_indexes)
     return Group(*lines)
+
+
+def running_lines(copies: list[tuple[str, RunningCopy]], indexes: list[RunningIndex]) -> list[Text]:
+    """A line for each copy and index under way, up to a number of them."""
+    lines = [
+        Text(f"  copy   {label}  {render_size(copy.bytes)}  {copy.rows:,} rows")
+        for label, copy in copies[:LISTED]
+    ]
+    lines += [
+        Text(f"  index  {index.name}  {index.phase}  {index.share:.0%}")
+        for index in indexes[:LISTED]
+    ]
+    hidden = max(0, len(copies) - LISTED) + max(0, len(indexes) - LISTED)
+    return [*lines, Text(f"  and {hidden} more")] if hidden else lines
 
 
 def render_seconds(seconds: float) -> str:

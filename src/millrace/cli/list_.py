@@ -3,105 +3,307 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
-from millrace.cli import options
+from millrace.cli import list_progress, options
 from millrace.cli.display import console
-from millrace.clone.plan import plan_table_parts
-from millrace.clone.source import sample_tables
-from millrace.clone.split import SplitSettings
-from millrace.config.size import parse_size, render_size
-from millrace.errors import ConfigError
+from millrace.clone import listing
+from millrace.clone.listing import Connection, Named
+from millrace.config.size import render_size
 from millrace.log import setup_logging
-from millrace.postgres import catalog
+from millrace.postgres import inventory
 from millrace.postgres.connect import connect, translated
-from millrace.relation import Part
-from millrace.relation import Table as SourceTable
 
 app = typer.Typer(help="Show what the source holds, and how it would be cut.", no_args_is_help=True)
+app.command("progress")(list_progress.progress)
+
+SchemaName = Annotated[str, typer.Option(help="Only tables of this schema.")]
+TableName = Annotated[str, typer.Option(help="Only tables with this name.")]
+Row = dict[str, Any]
+NUMBERS = frozenset(
+    [
+        "oid",
+        "bytes",
+        "bytes (estimated)",
+        "rows (estimated)",
+        "part",
+        "last value",
+        "objects",
+        "left out",
+    ]
+)
+# A column's title, and how a row shows it: "" for None.
+Columns = dict[str, Callable[[Row], object]]
+
+
+@app.command("databases")
+def databases(source: options.Source = "", as_json: options.AsJson = False) -> None:
+    """Databases of the source's server, the largest first.
+
+    All that one can connect to, whichever database --source names. No size is shown of those
+    that the role may not look into.
+    """
+    with _reading(source) as connection, translated("reading the server's databases"):
+        found = inventory.read_databases(connection)
+    columns: Columns = {
+        "oid": lambda row: row["oid"],
+        "database": lambda row: row["name"],
+        "bytes": lambda row: _size(row["bytes"]),
+        "owner": lambda row: row["owner"],
+        "encoding": lambda row: row["encoding"],
+        "collation": lambda row: row["collation"],
+    }
+    _print([asdict(one) for one in found], columns, as_json=as_json)
+
+
+@app.command("extensions")
+def extensions(
+    source: options.Source = "", target: options.Target = "", as_json: options.AsJson = False
+) -> None:
+    """Extensions of the source; with --target, what of them the target's server has to offer."""
+    with _reading(source) as connection:
+        rows = [asdict(one) for one in listing.list_extensions(connection)]
+    columns: Columns = {
+        "extension": lambda row: row["name"],
+        "version": lambda row: row["version"],
+        "schema": lambda row: row["schema"],
+    }
+    if target:
+        with _reading(target, "target") as there, translated("reading the target's extensions"):
+            offered = inventory.read_available_extensions(there)
+        for row in rows:
+            known = offered.get(row["name"])
+            row["target"] = asdict(known) if known else None
+        columns["target offers"] = lambda row: (row["target"] or {}).get("default_version")
+        columns["target has"] = lambda row: (row["target"] or {}).get("installed_version")
+    _print(rows, columns, as_json=as_json)
+
+
+@app.command("collations")
+def collations(source: options.Source = "", as_json: options.AsJson = False) -> None:
+    """Collations that the source database uses or defines.
+
+    Its own first, which all columns have that name no other. If a collation has another version
+    on the target's system, text may sort in another order there.
+    """
+    with _reading(source) as connection, translated("reading the source's collations"):
+        found = inventory.read_collations(connection)
+    columns: Columns = {
+        "collation": lambda row: f"{row['schema']}.{row['name']}",
+        "provider": lambda row: row["provider"],
+        "locale": lambda row: row["locale"],
+        "version": lambda row: row["version"],
+        "version now": lambda row: row["actual_version"],
+        "used by": _users,
+    }
+    _print([asdict(one) for one in found], columns, as_json=as_json)
 
 
 @app.command("tables")
-def tables(source: options.Source = "", as_json: options.AsJson = False) -> None:
+def tables(
+    source: options.Source = "",
+    filters: options.Filters = None,
+    as_json: options.AsJson = False,
+) -> None:
     """Tables with rows of their own, the largest first."""
-    setup_logging(quiet=True)
-    dsn = options.parse_dsn(source, "source")
-    with connect(dsn, "list") as connection, translated("reading the source's catalog"):
-        found = catalog.read_tables(connection)
-    found.sort(key=lambda table: (-table.total_bytes, table.label))
-    if as_json:
-        print(json.dumps([asdict(table) for table in found]))
-        return
-    listing = Table()
-    for name in ("oid", "table", "bytes", "rows (estimated)", "split by", "format"):
-        listing.add_column(name, justify="right" if name in ("oid", "bytes") else "left")
-    for table in found:
-        listing.add_row(
-            str(table.oid),
-            Text(table.label),
-            render_size(table.total_bytes),
-            f"{table.estimated_rows:,}",
-            Text(table.split_key.column if table.split_key else "ctid"),
-            "text" if table.text_reason else "binary",
-        )
-    console().print(listing)
+    rules = options.read_rules(filters)
+    with _reading(source) as connection:
+        found = listing.list_tables(connection, rules)
+    columns: Columns = {
+        "oid": lambda row: row["oid"],
+        "table": _label,
+        "bytes": lambda row: _size(row["total_bytes"]),
+        "rows (estimated)": lambda row: f"{row['estimated_rows']:,}",
+        "split by": lambda row: row["split_key"]["column"] if row["split_key"] else "ctid",
+        "format": lambda row: "text" if row["text_reason"] else "binary",
+    }
+    if not rules.is_empty:
+        columns["rows that are copied"] = lambda row: row["where"] or "all"
+    rows = [{**asdict(one), "text_reason": one.text_reason} for one in found]
+    _print(rows, columns, as_json=as_json)
 
 
 @app.command("table-parts")
 def table_parts(
     source: options.Source = "",
-    schema_name: Annotated[str, typer.Option(help="Only tables of this schema.")] = "",
-    table_name: Annotated[str, typer.Option(help="Only tables with this name.")] = "",
+    schema_name: SchemaName = "",
+    table_name: TableName = "",
     split_tables_larger_than: options.SplitLarger = "0",
     split_max_parts: options.SplitMaxParts = 0,
     skip_split_by_ctid: options.SkipSplitByCtid = False,
+    filters: options.Filters = None,
     as_json: options.AsJson = False,
 ) -> None:
     """The parts each table would be copied in, with bounds and estimated rows."""
-    setup_logging(quiet=True)
-    split = SplitSettings(
-        parse_size(split_tables_larger_than), split_max_parts, not skip_split_by_ctid
-    )
-    dsn = options.parse_dsn(source, "source")
-    with connect(dsn, "list") as connection:
-        with translated("reading the source's catalog"):
-            found = [
-                table
-                for table in catalog.read_tables(connection)
-                if schema_name in ("", table.schema) and table_name in ("", table.name)
-            ]
-        if table_name and not found:
-            raise ConfigError(
-                f"there is no table {'.'.join(filter(None, (schema_name, table_name)))}",
-                hint="names are taken as they are: no quotes, case matters",
-            )
-        samples = sample_tables(connection, found, split)
-    planned = [
-        (table, plan_table_parts(table, samples.get(table.oid, ()), split)) for table in found
+    split = options.split_settings(split_tables_larger_than, split_max_parts, skip_split_by_ctid)
+    rules = options.read_rules(filters)
+    with _reading(source) as connection:
+        found = listing.list_parts(connection, rules, Named(schema_name, table_name), split)
+    columns: Columns = {
+        "table": lambda row: f"{row['schema']}.{row['table']}",
+        "part": lambda row: f"{row['number']}/{row['total']}",
+        "bounds": lambda row: row["bounds"],
+        "rows (estimated)": lambda row: f"{row['estimated_rows']:,}",
+        "bytes (estimated)": lambda row: _size(row["estimated_bytes"]),
+    }
+    rows = [
+        {"schema": table.schema, "table": table.name, **asdict(part)}
+        for table, parts in found
+        for part in parts
     ]
-    planned.sort(key=lambda pair: (-pair[0].total_bytes, pair[0].label))
+    _print(rows, columns, as_json=as_json)
+
+
+@app.command("sequences")
+def sequences(
+    source: options.Source = "",
+    filters: options.Filters = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Sequences, where they stand, and the columns they belong to."""
+    rules = options.read_rules(filters)
+    with _reading(source) as connection:
+        found = listing.list_sequences(connection, rules)
+    columns: Columns = {
+        "oid": lambda row: row["oid"],
+        "sequence": _label,
+        "owned by": lambda row: row["owned_by"],
+        "last value": lambda row: row["last_value"],
+        "is called": lambda row: "yes" if row["is_called"] else "no",
+    }
+    rows = [{**asdict(one), "owned_by": owner} for one, owner in found]
+    _print(rows, columns, as_json=as_json)
+
+
+@app.command("indexes")
+def indexes(
+    source: options.Source = "",
+    schema_name: SchemaName = "",
+    table_name: TableName = "",
+    filters: options.Filters = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Indexes of tables with rows, the largest first: those that a clone builds itself."""
+    rules = options.read_rules(filters)
+    with _reading(source) as connection:
+        found = listing.list_indexes(connection, rules, Named(schema_name, table_name))
+    columns: Columns = {
+        "table": lambda row: f"{row['schema']}.{row['table']}",
+        "index": lambda row: row["name"],
+        "bytes": lambda row: _size(row["bytes"]),
+        "kind": _index_kind,
+        "constraint": lambda row: row["constraint_name"],
+        "definition": lambda row: row["definition"],
+    }
+    rows = [{**asdict(one), "is_primary": one.constraint_type == "p"} for one in found]
+    _print(rows, columns, as_json=as_json)
+
+
+@app.command("depends")
+def depends(
+    source: options.Source = "",
+    filters: options.Filters = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """What is left out because it depends on what --filters leaves out.
+
+    These are the objects that no rule of the filters names, and that can't be on the target all
+    the same: views of a table that is left out, foreign keys to it, functions that take its rows,
+    and what depends on those. Parts of a table, such as its indexes, go with it and are not
+    listed; nor is what is inside a schema that is left out. Without --filters nothing is left
+    out, and the list is empty.
+    """
+    rules = options.read_rules(filters)
+    with _reading(source) as connection:
+        found = listing.list_depends(connection, rules)
+    columns: Columns = {
+        "left out too": lambda row: row["object"],
+        "because it": lambda row: row["reason"],
+    }
+    _print([asdict(one) for one in found], columns, as_json=as_json)
+
+
+@app.command("schema")
+def schema(
+    source: options.Source = "",
+    split_tables_larger_than: options.SplitLarger = "0",
+    split_max_parts: options.SplitMaxParts = 0,
+    skip_split_by_ctid: options.SkipSplitByCtid = False,
+    filters: options.Filters = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """All that a clone would make: how many objects of each kind, or with --json all of them.
+
+    The JSON has the tables with their columns and parts, indexes, foreign keys, sequences,
+    extensions, large objects, then every object of the schema with its properties, and what
+    --filters leaves out and keeps, with the reasons.
+    """
+    split = options.split_settings(split_tables_larger_than, split_max_parts, skip_split_by_ctid)
+    rules = options.read_rules(filters)
+    with _reading(source) as connection:
+        found = listing.list_schema(connection, rules, split)
     if as_json:
-        print(json.dumps([_as_dict(table, part) for table, parts in planned for part in parts]))
+        print(json.dumps(found.as_dict(), default=str))
+        return
+    columns: Columns = {"kind": lambda row: row["kind"], "objects": lambda row: row["objects"]}
+    if not rules.is_empty:
+        columns["left out"] = lambda row: row["left_out"]
+    _print(found.counts(), columns, as_json=False)
+    for warning in found.decision.warnings:
+        console().print(Text(f"warning: {warning}"))
+
+
+@contextmanager
+def _reading(uri: str, option: str = "source") -> Iterator[Connection]:
+    """A session of one server, all of whose reads see the same instant."""
+    setup_logging(quiet=True)
+    dsn = options.parse_dsn(uri, option)
+    with connect(dsn, "list", quote_all_identifiers="off") as connection:
+        with translated("beginning to read"):
+            connection.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
+        yield connection
+
+
+def _print(rows: Sequence[Row], columns: Columns, *, as_json: bool) -> None:
+    """Rows as JSON objects, or as a table for people."""
+    if as_json:
+        print(json.dumps(rows, default=str))
         return
     listing = Table()
-    for name in ("table", "part", "bounds", "rows (estimated)", "bytes (estimated)"):
-        listing.add_column(name, justify="left" if name in ("table", "bounds") else "right")
-    for table, parts in planned:
-        for part in parts:
-            listing.add_row(
-                Text(table.label),
-                f"{part.number}/{part.total}",
-                Text(part.bounds),
-                f"{part.estimated_rows:,}",
-                render_size(part.estimated_bytes),
-            )
+    for title in columns:
+        justify: Literal["left", "right"] = "right" if title in NUMBERS else "left"
+        listing.add_column(title, justify=justify, overflow="fold")
+    for row in rows:
+        shown = (column(row) for column in columns.values())
+        listing.add_row(*(Text("" if value is None else str(value)) for value in shown))
     console().print(listing)
 
 
-def _as_dict(table: SourceTable, part: Part) -> dict[str, object]:
-    return {"schema": table.schema, "table": table.name, **asdict(part)}
+def _label(row: Row) -> str:
+    return f"{row['schema']}.{row['name']}"
+
+
+def _size(size: int | None) -> str | None:
+    return None if size is None else render_size(size)
+
+
+def _index_kind(row: Row) -> str:
+    if row["constraint_type"]:
+        return {"p": "primary key", "u": "unique", "x": "exclusion"}[row["constraint_type"]]
+    return "unique" if row["is_unique"] else ""
+
+
+def _users(row: Row) -> str:
+    """The first that uses a collation, and how many more."""
+    if row["is_default"]:
+        return "the database"
+    users = row["used_by"]
+    more = f", and {len(users) - 1} more" if len(users) > 1 else ""
+    return f"{users[0]}{more}" if users else "nothing"

@@ -19,7 +19,7 @@ from typing import Any
 import typer
 
 from millrace import __version__
-from millrace.cli import clone, compare, copy, demo, list_, snapshot
+from millrace.cli import asked, clone, compare, copy, demo, list_, snapshot
 from millrace.errors import ConfigError, InvariantError, MillraceError, MismatchError
 from millrace.log import redact
 
@@ -39,7 +39,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-app.command("clone")(clone.clone)
+app.command("clone")(asked.command(clone.clone))
 app.command("demo")(demo.demo)
 app.command("snapshot")(snapshot.snapshot)
 app.add_typer(copy.copy_app, name="copy")

@@ -8,8 +8,15 @@ from typing import Annotated
 
 import typer
 
+from millrace.clone.filter import FilterRules, read_filters
+from millrace.clone.split import SplitSettings
 from millrace.config.dsn import Dsn
+from millrace.config.size import parse_size
 from millrace.errors import ConfigError
+
+# Titles of groups of options in --help.
+COPY = "Copy"
+WHAT = "What is copied"
 
 Source = Annotated[
     str,
@@ -35,6 +42,19 @@ Directory = Annotated[
         "--dir",
         envvar="MILLRACE_DIR",
         help="Work directory of one run: its plan, its summary, Spark's log.",
+    ),
+]
+Filters = Annotated[
+    Path | None,
+    typer.Option(
+        "--filters",
+        "--filter",
+        envvar="MILLRACE_FILTERS",
+        metavar="FILE",
+        help="Leave out schemas, tables, rows, columns, indexes, extensions: pgcopydb's INI "
+        "file, with the sections table-where and exclude-column besides.",
+        rich_help_panel=WHAT,
+        show_default=False,
     ),
 ]
 DEFAULT_DIRECTORY = Path(tempfile.gettempdir()) / "millrace"
@@ -94,3 +114,13 @@ def parse_dsn(text: str, option: str) -> Dsn:
             "postgresql://user@host:5432/database",
         )
     return Dsn.parse(text, what=f"--{option}")
+
+
+def read_rules(path: Path | None) -> FilterRules:
+    """The rules of the file given for --filters; none without one."""
+    return read_filters(path) if path else FilterRules()
+
+
+def split_settings(larger_than: str, max_parts: int, skip_by_ctid: bool) -> SplitSettings:
+    """How tables are cut, from the three options that say it."""
+    return SplitSettings(parse_size(larger_than), max_parts, not skip_by_ctid)

@@ -28,7 +28,7 @@ from millrace.config.dsn import Dsn
 from millrace.errors import ConnectionLost, MillraceError
 from millrace.postgres.describe import ComparedRelation
 from millrace.postgres.libpq import drain, execute, open_session, result_error
-from millrace.postgres.quote import ident, qualified
+from millrace.postgres.quote import columns, ident, qualified
 from millrace.relation import Table
 from millrace.retry import with_retries
 
@@ -59,10 +59,23 @@ class ComparePart:
     source_tree: bool = False
     target_tree: bool = False
     estimated_bytes: int = 0
+    # Which rows of the source the target should have: a predicate, or, of a tree whose
+    # partitions have different ones, a query of these rows.
+    where: str = ""
+    query: str = ""
 
     @property
     def label(self) -> str:
         return f"{self.schema}.{self.name}"
+
+    def relations(self) -> tuple[str, str]:
+        """The rows of source and target, to stand after FROM."""
+        name = qualified(self.schema, self.name)
+        source = f"({self.query}) AS kept" if self.query else _only(name, self.source_tree)
+        return (
+            source + _where(self.condition, self.where),
+            _only(name, self.target_tree) + _where(self.condition),
+        )
 
 
 @dataclass(frozen=True)
@@ -121,8 +134,13 @@ def plan_compare(
     samples: Mapping[int, Sequence[Sampled]],
     source: Mapping[Name, ComparedRelation],
     target: Mapping[Name, ComparedRelation],
+    *,
+    filtered: bool = False,
 ) -> tuple[list[ComparePart], list[Compared]]:
-    """Parts, largest first, and the tables that can't be compared by rows."""
+    """Parts, largest first, and the tables that can't be compared by rows.
+
+    `filtered` says that `tables` may lack some partitions, and others some rows.
+    """
     whole = [table for table in tables if not table.load_via]
     roots = [table for table in tables if table.load_via]
     parts: list[ComparePart] = []
@@ -139,7 +157,12 @@ def plan_compare(
             if table.extension_condition:
                 condition = re.sub(r"(?i)^\s*where\s+", "", table.extension_condition)
             parts.append(
-                replace(part, condition=condition, estimated_bytes=planned.estimated_bytes)
+                replace(
+                    part,
+                    condition=condition,
+                    estimated_bytes=planned.estimated_bytes,
+                    where=table.where or "",
+                )
             )
     # The rows of these may be in other partitions on the target: compare the whole.
     for name, size in _sizes(roots).items():
@@ -147,10 +170,29 @@ def plan_compare(
         if problem:
             problems.append(_with_problem(name, problem))
         else:
-            parts.append(
-                replace(_part(source[name], target[name], tree=True), estimated_bytes=size)
-            )
+            part = _part(source[name], target[name], tree=True)
+            query = _tree_query(source[name], roots) if filtered else ""
+            parts.append(replace(part, estimated_bytes=size, query=query))
     return sorted(parts, key=lambda part: (-part.estimated_bytes, part.label)), problems
+
+
+def _tree_query(root: ComparedRelation, tables: Sequence[Table]) -> str:
+    """The rows of those partitions that are kept; their columns may have any order."""
+    listed = columns([name for name, _ in root.columns])
+    return " UNION ALL ".join(
+        f"SELECT {listed} FROM ONLY {qualified(table.schema, table.name)}{_where(table.where)}"
+        for table in tables
+        if table.load_via and table.load_via[1:] == (root.schema, root.name)
+    )
+
+
+def _only(name: str, tree: bool) -> str:
+    return name if tree else f"ONLY {name}"
+
+
+def _where(*conditions: str | None) -> str:
+    given = [f"({each})" for each in conditions if each]
+    return f" WHERE {' AND '.join(given)}" if given else ""
 
 
 def _sizes(tables: Sequence[Table]) -> dict[Name, int]:
@@ -213,18 +255,12 @@ def compare_parts(task: CompareTask, attempt: int = 0) -> list[Compared]:
         return [sides.retry(partial(_compare, sides, task, part)) for part in task.parts]
 
 
-def checksum_statement(part: ComparePart, *, same_encoding: bool, tree: bool) -> str:
-    """Count and checksum of a part."""
+def checksum_statement(part: ComparePart, relation: str, *, same_encoding: bool) -> str:
+    """Count and checksum of a part on one side, whose rows are those of `relation`."""
     if not part.expressions:
-        return f"SELECT count(*), 0 FROM {relation_sql(part, tree=tree)}"
+        return f"SELECT count(*), 0 FROM {relation}"
     hashed = hash_sql(part.expressions, same_encoding=same_encoding)
-    return f"SELECT count(*), coalesce(sum({hashed}), 0) FROM {relation_sql(part, tree=tree)}"
-
-
-def relation_sql(part: ComparePart, *, tree: bool) -> str:
-    """The rows of a part, to stand after FROM."""
-    where = f" WHERE {part.condition}" if part.condition else ""
-    return ("" if tree else "ONLY ") + qualified(part.schema, part.name) + where
+    return f"SELECT count(*), coalesce(sum({hashed}), 0) FROM {relation}"
 
 
 def hash_sql(expressions: Sequence[str], *, same_encoding: bool) -> str:
@@ -290,8 +326,8 @@ class Sides(AbstractContextManager["Sides"]):
 def _compare(sides: Sides, task: CompareTask, part: ComparePart) -> Compared:
     found = Compared(part.label, None, None, schema=part.schema, name=part.name, key=part.key)
     source, target = (
-        checksum_statement(part, same_encoding=task.same_encoding, tree=tree)
-        for tree in (part.source_tree, part.target_tree)
+        checksum_statement(part, relation, same_encoding=task.same_encoding)
+        for relation in part.relations()
     )
     try:
         results = sides.query(source, target, f"summing {part.label}")

@@ -28,7 +28,6 @@ from millrace.clone.compare import (
     RowDifference,
     Sides,
     hash_sql,
-    relation_sql,
 )
 from millrace.postgres.libpq import execute
 from millrace.postgres.quote import ident
@@ -98,12 +97,12 @@ def _compare_rows(sides: Sides, rows_task: RowsTask, part: ComparePart) -> Compa
     rows = max(compared.source.rows, compared.target.rows)
     bits = max(LEAST_BUCKET_BITS, min(MOST_BUCKET_BITS, (rows // ROWS_PER_BUCKET).bit_length()))
     same = rows_task.task.same_encoding
-    trees = part.source_tree, part.target_tree
-    source, target = (_buckets_sql(part, tree, bits, same_encoding=same) for tree in trees)
+    relations = part.relations()
+    source, target = (_buckets_sql(part, each, bits, same_encoding=same) for each in relations)
     results = sides.query(source, target, f"summing buckets of {part.label}")
     buckets = _differing_buckets(*results)
     source, target = (
-        _rows_sql(part, tree, bits, buckets[:most], same_encoding=same) for tree in trees
+        _rows_sql(part, each, bits, buckets[:most], same_encoding=same) for each in relations
     )
     found: list[RowDifference] = []
     if buckets:
@@ -116,7 +115,7 @@ def _compare_rows(sides: Sides, rows_task: RowsTask, part: ComparePart) -> Compa
     return replace(compared, rows=tuple(ordered), rows_complete=complete)
 
 
-def _hashed_sql(part: ComparePart, tree: bool, *, same_encoding: bool) -> str:
+def _hashed_sql(part: ComparePart, relation: str, *, same_encoding: bool) -> str:
     """key_hash, row_hash and the key columns as text, k1, k2, ..., of each row."""
     row_hash = hash_sql(part.expressions, same_encoding=same_encoding)
     key_hash = hash_sql([*map(ident, part.key)], same_encoding=same_encoding)
@@ -124,24 +123,24 @@ def _hashed_sql(part: ComparePart, tree: bool, *, same_encoding: bool) -> str:
     listed += [
         f'{ident(name)}::text COLLATE "C" AS k{number}' for number, name in enumerate(part.key)
     ]
-    return f"(SELECT {', '.join(listed)} FROM {relation_sql(part, tree=tree)}) AS hashed"
+    return f"(SELECT {', '.join(listed)} FROM {relation}) AS hashed"
 
 
-def _buckets_sql(part: ComparePart, tree: bool, bits: int, *, same_encoding: bool) -> str:
+def _buckets_sql(part: ComparePart, relation: str, bits: int, *, same_encoding: bool) -> str:
     return (
         f"SELECT key_hash & {(1 << bits) - 1}, count(*), sum(row_hash)"
-        f" FROM {_hashed_sql(part, tree, same_encoding=same_encoding)} GROUP BY 1"
+        f" FROM {_hashed_sql(part, relation, same_encoding=same_encoding)} GROUP BY 1"
     )
 
 
 def _rows_sql(
-    part: ComparePart, tree: bool, bits: int, buckets: list[int], *, same_encoding: bool
+    part: ComparePart, relation: str, bits: int, buckets: list[int], *, same_encoding: bool
 ) -> str:
     names = ["key_hash", "row_hash", *(f"k{number}" for number in range(len(part.key)))]
     keys = ", ".join(names)
     return (
         f"DECLARE differing NO SCROLL CURSOR FOR SELECT count(*), {keys}"
-        f" FROM {_hashed_sql(part, tree, same_encoding=same_encoding)}"
+        f" FROM {_hashed_sql(part, relation, same_encoding=same_encoding)}"
         f" WHERE key_hash & {(1 << bits) - 1} = ANY('{{{','.join(map(str, buckets))}}}'::int8[])"
         f" GROUP BY {keys} ORDER BY key_hash, row_hash"
     )

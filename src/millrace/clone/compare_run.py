@@ -5,9 +5,9 @@ Invariant: equal is said only of tables whose every part was summed on both side
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
@@ -22,9 +22,19 @@ from millrace.clone.compare import (
     merge_parts,
     plan_compare,
 )
+from millrace.clone.compare_filter import (
+    LeftOut,
+    filter_description,
+    left_out,
+    uncopied_columns,
+    without,
+)
 from millrace.clone.compare_rows import RowsTask, compare_rows
 from millrace.clone.compare_schema import SchemaComparison, compare_descriptions
+from millrace.clone.decision import PG_CLASS_OID, PG_NAMESPACE_OID, Decision
 from millrace.clone.engine import Engine
+from millrace.clone.filter import FilterRules
+from millrace.clone.filtering import filter_tables, read_decision
 from millrace.clone.source import sample_tables
 from millrace.config.dsn import Dsn
 from millrace.errors import ConfigError
@@ -35,6 +45,7 @@ from millrace.postgres.describe import (
     Connection,
     Description,
     read_compared_relations,
+    read_computed_columns,
     read_description,
     read_partition_oids,
 )
@@ -63,6 +74,8 @@ class CompareSettings:
     most_rows: int = MOST_ROWS
     # Only these, as `schema.name`; a partitioned table stands for its partitions.
     tables: tuple[str, ...] = ()
+    # Those of the clone: what they leave out is not compared.
+    filters: FilterRules = field(default_factory=FilterRules)
 
 
 def compare_data(settings: CompareSettings, engine: Engine) -> list[Compared]:
@@ -77,6 +90,11 @@ def compare_data(settings: CompareSettings, engine: Engine) -> list[Compared]:
             same = encoding == server_encoding(snapshot.connection)
             here = _by_name(read_compared_relations(snapshot.connection))
             tables = catalog.read_tables(snapshot.connection, same_encoding=same)
+            if not settings.filters.is_empty:
+                decision = read_decision(snapshot.connection, settings.filters)
+                out = _left_out(snapshot.connection, decision, here, tables)
+                here, there = out.apply(here), out.apply(there)
+                tables = list(filter_tables(tables, decision, settings.filters))
             if settings.tables:
                 tables = _chosen(snapshot.connection, tables, settings.tables)
         extra = extra_tables(here, there)
@@ -84,26 +102,49 @@ def compare_data(settings: CompareSettings, engine: Engine) -> list[Compared]:
             extra = [one for one in extra if there[one.schema, one.name].oid in wanted_there]
             _refuse_unknown(settings.tables, here, there)
         samples = sample_tables(snapshot.connection, tables, SPLIT)
-        parts, problems = plan_compare(tables, samples, here, there)
+        parts, problems = plan_compare(
+            tables, samples, here, there, filtered=not settings.filters.is_empty
+        )
         pattern = CompareTask(source, target, snapshot.id, same, ())
         compared = _sum_parts(parts, pattern, engine, settings)
         return merge_parts([*compared, *problems, *extra], settings.most_rows)
 
 
 def compare_schema(
-    source: Dsn, target: Dsn, leave_out: frozenset[str] = frozenset()
+    source: Dsn,
+    target: Dsn,
+    leave_out: frozenset[str] = frozenset(),
+    filters: FilterRules | None = None,
 ) -> SchemaComparison:
     """Both catalogs, read at once, and what differs but in the properties to leave out."""
+    rules = filters or FilterRules()
     with ThreadPoolExecutor(2) as threads:
-        here, there = threads.map(_describe, (source, target))
-    return compare_descriptions(here, there, leave_out)
+        ours, theirs = threads.map(_describe, (source, target), (rules, FilterRules()))
+    (here, decision), (there, _) = ours, theirs
+    there = without(there, left_out(here, decision))
+    return compare_descriptions(filter_description(here, decision), there, leave_out)
 
 
-def _describe(dsn: Dsn) -> Description:
+def _describe(dsn: Dsn, rules: FilterRules) -> tuple[Description, Decision]:
     what = f"reading the catalog of {dsn}"
     with connect(dsn, "compare", quote_all_identifiers="off") as connection, translated(what):
         connection.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
-        return read_description(connection)
+        return read_description(connection), read_decision(connection, rules)
+
+
+def _left_out(
+    connection: Connection,
+    decision: Decision,
+    here: Mapping[Name, ComparedRelation],
+    tables: Sequence[Table],
+) -> LeftOut:
+    """What the decision says of the source's relations, in names, so that it fits the target."""
+    schemas = catalog.read_schemas(connection)
+    return LeftOut(
+        {name for oid, name in schemas.items() if (PG_NAMESPACE_OID, oid) in decision.excluded},
+        {name for name, one in here.items() if (PG_CLASS_OID, one.oid) in decision.excluded},
+        uncopied_columns(tables, decision, read_computed_columns(connection)),
+    )
 
 
 def _by_name(relations: Sequence[ComparedRelation]) -> dict[Name, ComparedRelation]:
@@ -126,7 +167,7 @@ def _refuse_unknown(
     unknown = [label for label in labels if label not in known]
     if unknown:
         raise ConfigError(
-            f"there is no table {', '.join(unknown)} on either side",
+            f"there is no table {', '.join(unknown)} on either side, or --filters leaves it out",
             hint="write schema.name; names are taken as they are: no quotes, case matters",
         )
 

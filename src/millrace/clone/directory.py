@@ -81,7 +81,7 @@ def clear(settings: CloneSettings) -> None:
 def _check_pins(settings: CloneSettings, setup: dict[str, Any]) -> None:
     for name, value in pinned(settings).items():
         if setup[name] != value:
-            option = "--" + name.replace("_", "-")
+            option = _option(name)
             raise WorkDirError(
                 f"{settings.directory} was set up for {option} {setup[name] or 'none'}, "
                 f"now it is {value or 'none'}",
@@ -91,3 +91,8 @@ def _check_pins(settings: CloneSettings, setup: dict[str, Any]) -> None:
                 before=setup[name],
                 now=value,
             )
+
+
+def _option(name: str) -> str:
+    """How people know a pinned field."""
+    return "schema options" if name == "schema_options" else "--" + name.replace("_", "-")

@@ -17,7 +17,7 @@ from typing import Any
 
 import psycopg
 
-from millrace.clone.filter import (
+from millrace.clone.decision import (
     PG_CLASS_OID,
     PG_CONSTRAINT_OID,
     PG_EXTENSION_OID,
@@ -25,10 +25,11 @@ from millrace.clone.filter import (
     DbObject,
     Decision,
     Depend,
-    FilterRules,
     decide,
 )
+from millrace.clone.filter import FilterRules
 from millrace.errors import ConfigError, ServerError
+from millrace.postgres import catalog as catalog_queries
 from millrace.postgres import depend
 from millrace.postgres.connect import translated
 from millrace.postgres.depend import EntryDepends
@@ -94,6 +95,30 @@ def _check_predicates(
             ) from cause
 
 
+def read_left_out_extensions(connection: Connection, rules: FilterRules) -> set[str]:
+    """Names of the extensions that the rules leave out: all that preflight has to know."""
+    about = tuple(rule for rule in rules.rules if rule.section.endswith("-extension"))
+    if not about:
+        return set()
+    with translated("reading the source's extensions"):
+        extensions = catalog_queries.read_extensions(connection)
+    objects = [DbObject(PG_EXTENSION_OID, e.oid, "extension", "", e.name) for e in extensions]
+    of_extensions = replace(rules, rules=about)
+    decision = decide(of_extensions, objects, (), _match(connection, of_extensions))
+    return {o.name for o in objects if o.key in decision.excluded}
+
+
+def filter_tables(
+    tables: Iterable[Table], decision: Decision, rules: FilterRules
+) -> tuple[Table, ...]:
+    """The tables that are kept, with the rows and columns that are."""
+    return tuple(
+        _filter_table(table, decision, rules)
+        for table in tables
+        if (PG_CLASS_OID, table.oid) not in decision.excluded
+    )
+
+
 def filter_catalog(catalog: SourceCatalog, decision: Decision, rules: FilterRules) -> SourceCatalog:
     """The catalog without what is left out."""
     excluded = decision.excluded
@@ -101,11 +126,7 @@ def filter_catalog(catalog: SourceCatalog, decision: Decision, rules: FilterRule
     gone = {table.label for table in catalog.tables if table.oid in out}
     return replace(
         catalog,
-        tables=tuple(
-            _filter_table(table, decision, rules)
-            for table in catalog.tables
-            if table.oid not in out
-        ),
+        tables=filter_tables(catalog.tables, decision, rules),
         indexes=tuple(
             index
             for index in catalog.indexes

@@ -11,6 +11,7 @@ from typing import Any
 
 import psycopg
 
+from millrace.clone.filtering import read_left_out_extensions
 from millrace.clone.settings import CloneSettings
 from millrace.errors import PreflightError
 from millrace.postgres.connect import translated
@@ -255,13 +256,14 @@ def _check_extensions(
     if settings.schema.skip_extensions:
         return
     available = {row[0] for row in target.execute("SELECT name FROM pg_available_extensions")}
+    left_out = read_left_out_extensions(source, settings.filters)
     for (name,) in source.execute("SELECT extname FROM pg_extension ORDER BY 1"):
-        if name not in available:
+        if name not in available | left_out:
             yield Problem(
                 "target",
                 f"extension {name} is not available",
-                "install its package on the target server, or --skip-extensions if "
-                "nothing depends on it",
+                "install its package on the target server; or, if nothing depends on it, "
+                "[exclude-extension] in --filters, or --skip-extensions",
             )
 
 

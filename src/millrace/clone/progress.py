@@ -7,12 +7,14 @@ target's own pg_stat_progress views show every running part by application_name.
 from __future__ import annotations
 
 import time
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import psycopg
 
 from millrace.postgres.connect import APPLICATION
+from millrace.relation import Part
 
 Connection = psycopg.Connection[tuple[Any, ...]]
 
@@ -75,6 +77,25 @@ class Progress:
         if share < 0.01 or spent < 1:
             return None
         return spent * (1 - share) / share
+
+
+def part_label(table: str, part: Part) -> str:
+    """A part as people see it."""
+    return f"{table} [{part.number}/{part.total}]" if part.total > 1 else table
+
+
+def weigh_copies(
+    parts: Mapping[tuple[int, int], Part],
+    copied: Collection[tuple[int, int]],
+    running: Iterable[RunningCopy],
+) -> float:
+    """How many of the estimated bytes are copied, with the share of those under way."""
+    weight = float(sum(part.estimated_bytes for key, part in parts.items() if key in copied))
+    for copy in running:
+        part = parts[copy.table_oid, copy.part]
+        if part.estimated_rows:
+            weight += part.estimated_bytes * min(1.0, copy.rows / part.estimated_rows)
+    return weight
 
 
 class Reporter(Protocol):

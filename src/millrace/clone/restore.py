@@ -11,7 +11,7 @@ import time
 
 from millrace import failpoint
 from millrace.clone.constraint import add_foreign_key, run_disjoint
-from millrace.clone.filter import Decision
+from millrace.clone.decision import Decision
 from millrace.clone.filtering import filter_entries
 from millrace.clone.job import Job
 from millrace.clone.plan import Plan
@@ -34,7 +34,8 @@ def open_archive(job: Job, snapshot: str | None) -> Archive:
     path = job.settings.directory / "schema" / "schema.dump"
     if path.exists():
         return Archive(path, job.tools)
-    archive = dump_schema(job.tools, job.settings.source, snapshot, path)
+    role = job.role("schema")
+    archive = dump_schema(job.tools, job.settings.source, snapshot, path, role=role)
     failpoint.hit("schema.dumped")
     return archive
 
@@ -88,6 +89,11 @@ def restore(job: Job, archive: Archive, entries: list[Entry], name: str) -> None
         failpoint.hit(f"{name}.done")
 
 
+def restored(job: Job, name: str) -> bool:
+    """Whether any of these entries are on the target."""
+    return any(step.startswith(f"{name} ") for step in job.done)
+
+
 def empty_shared_tables(job: Job, plan: Plan) -> None:
     """Empty the tables that several tasks fill: once in a run."""
     step = "empty shared tables"
@@ -95,6 +101,7 @@ def empty_shared_tables(job: Job, plan: Plan) -> None:
     if step in job.done or not tables:
         return
     fence, done = record.fenced_step_sql(job.run_id, job.epoch, step)
+    failpoint.hit("shared-tables.begin")
     statements = "".join(f"TRUNCATE ONLY {qualified(t.schema, t.name)};\n" for t in tables)
     run_script(
         job.settings.target,
@@ -105,6 +112,7 @@ def empty_shared_tables(job: Job, plan: Plan) -> None:
         after=done,
     )
     job.done.add(step)
+    failpoint.hit("shared-tables.done")
 
 
 def add_foreign_keys(job: Job, catalog: SourceCatalog) -> None:
@@ -119,8 +127,9 @@ def add_foreign_keys(job: Job, catalog: SourceCatalog) -> None:
 
     def add(key: ForeignKey) -> None:
         began = time.monotonic()
-        failpoint.hit("constraint.begin")
+        failpoint.hit("foreign-key.begin")
         pool.submit(lambda connection: add_foreign_key(connection, key)).result()
+        failpoint.hit("foreign-key.done")
         label = f"{key.schema}.{key.table} {key.name}"
         job.store.write_timing("foreign key", label, time.monotonic() - began, oid=key.oid)
 

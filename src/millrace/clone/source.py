@@ -12,7 +12,8 @@ from typing import Any
 import psycopg
 
 from millrace.clone import large_object
-from millrace.clone.filter import PG_CLASS_OID, Decision
+from millrace.clone.decision import PG_CLASS_OID, Decision
+from millrace.clone.filter import FilterRules
 from millrace.clone.filtering import filter_catalog
 from millrace.clone.settings import CloneSettings
 from millrace.clone.split import Sampled, SplitSettings, plan_part_count, plan_sample_percent
@@ -32,27 +33,47 @@ def read_source(
 ) -> SourceCatalog:
     """All that the plan is made from, less what the filters leave out; locks the tables until
     the transaction ends."""
+    return read_catalog(
+        connection,
+        decision,
+        settings.filters,
+        same_encoding=server_encoding(connection) == target_encoding,
+        with_extensions=not settings.schema.skip_extensions,
+        with_large_objects=not settings.skip_large_objects,
+        with_locks=True,
+    )
+
+
+def read_catalog(
+    connection: Connection,
+    decision: Decision,
+    rules: FilterRules,
+    *,
+    same_encoding: bool = True,
+    with_extensions: bool = True,
+    with_large_objects: bool = True,
+    with_locks: bool = False,
+) -> SourceCatalog:
+    """The catalog less what the filters leave out."""
     with translated("reading the source's catalog"):
-        tables = catalog.read_tables(
-            connection, same_encoding=server_encoding(connection) == target_encoding
-        )
-        with_extensions = not settings.schema.skip_extensions
+        tables = catalog.read_tables(connection, same_encoding=same_encoding)
         tables = [
             table
             for table in tables
             if (PG_CLASS_OID, table.oid) not in decision.excluded
             and (with_extensions or table.extension_condition is None)
         ]
-        catalog.lock_tables(connection, tables)
+        if with_locks:
+            catalog.lock_tables(connection, tables)
         copied = {table.oid for table in tables}
         ranges, large_object_bytes = (
-            ([], 0)
-            if settings.skip_large_objects
-            else catalog.read_large_object_ranges(
+            catalog.read_large_object_ranges(
                 connection,
                 bytes_per_range=large_object.BYTES_PER_RANGE,
                 objects_per_range=large_object.OBJECTS_PER_RANGE,
             )
+            if with_large_objects
+            else ([], 0)
         )
         found = SourceCatalog(
             tables=tuple(tables),
@@ -69,7 +90,7 @@ def read_source(
             large_object_bytes=large_object_bytes,
             rewritten=tuple(catalog.read_rewritten(connection, tables)),
         )
-    return filter_catalog(found, decision, settings.filters)
+    return filter_catalog(found, decision, rules)
 
 
 def read_families(connection: Connection) -> dict[int, int]:

@@ -142,7 +142,7 @@ def _read_load_roots(
 
 
 def _read_columns(connection: Connection) -> dict[int, list[Column]]:
-    types = _read_text_reasons(connection)
+    types = read_text_reasons(connection)
     columns: dict[int, list[Column]] = defaultdict(list)
     for table_oid, name, type_oid, type_name in connection.execute(
         f"""
@@ -158,7 +158,7 @@ def _read_columns(connection: Connection) -> dict[int, list[Column]]:
     return columns
 
 
-def _read_text_reasons(connection: Connection) -> dict[int, str]:
+def read_text_reasons(connection: Connection) -> dict[int, str]:
     """For each type, why its values must travel as text; "" if binary is safe."""
     types = {
         row[0]: row[1:]
@@ -284,6 +284,7 @@ def _index(
         deferred=bool(deferred),
         built_whole=constraint_type == "x" or bool(period),
         bytes=size or 0,
+        table=table,
     )
 
 

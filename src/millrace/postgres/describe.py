@@ -4,9 +4,9 @@ Invariant: the same schema gives the same words on every server from 13 to 18, e
 for what `clone.compare_schema` is told to treat with care: the text of queries, and
 properties that only one of the servers knows, which the other leaves out.
 
-Every query reads its whole kind at once. Its first columns name the object (kind, path,
-suffix) and what it goes away with (parent kind, parent path); each further column is a
-property. Names are quoted here and not by the server, whose quoting follows its own
+Every query reads its whole kind at once. Its first columns name the object (catalog and OID,
+kind, path, suffix) and what it goes away with (parent kind, parent path); each further column
+is a property. Names are quoted here and not by the server, whose quoting follows its own
 list of keywords.
 
 Facts: PostgreSQL documentation, "System Catalogs"; pg_dump.c, getTriggers() for what a
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import psycopg
@@ -31,7 +31,7 @@ Key = tuple[str, str]
 Value = str | int | float | bool | list[Any] | None
 
 # How many columns of each query name the object.
-_NAMING = 5
+_NAMING = 7
 _PLAIN_NAME = re.compile(r"[a-z_][a-z0-9_$]*")
 
 
@@ -43,6 +43,8 @@ class Described:
     name: str
     parent: Key | None
     properties: Mapping[str, Value]
+    # OID of its catalog and its own: means something on its own server only. A column has none.
+    identity: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True)
@@ -82,11 +84,11 @@ def read_description(connection: Connection) -> Description:
         cursor = connection.execute(query)
         names = [column.name.replace("_", " ") for column in cursor.description or ()]
         for row in cursor:
-            kind, path, suffix, parent_kind, parent_path, *values = row
+            catalog_oid, oid, kind, path, suffix, parent_kind, parent_path, *values = row
             name = render_name(path) + unquoted(suffix)
             parent = (parent_kind, render_name(parent_path)) if parent_kind else None
             properties = dict(zip(names[_NAMING:], values, strict=True))
-            objects[kind, name] = Described(kind, name, parent, properties)
+            objects[kind, name] = Described(kind, name, parent, properties, (catalog_oid, oid))
     _add_positions(connection, objects)
     return Description(version // 10000, objects)
 
@@ -116,6 +118,14 @@ def read_compared_relations(connection: Connection) -> list[ComparedRelation]:
     ]
 
 
+def read_computed_columns(connection: Connection) -> dict[int, dict[str, list[str]]]:
+    """By the table's OID, for each generated column those that it is computed from."""
+    computed: dict[int, dict[str, list[str]]] = {}
+    for oid, name, read in connection.execute(_COMPUTED_COLUMNS):
+        computed.setdefault(oid, {})[name] = read
+    return computed
+
+
 def read_partition_oids(connection: Connection, labels: list[str]) -> set[int]:
     """The tables with these names, and all partitions below them."""
     rows = connection.execute(
@@ -134,9 +144,7 @@ def _add_positions(connection: Connection, objects: dict[Key, Described]) -> Non
         if key in objects:
             found = objects[key]
             position = {"last value": sequence.last_value, "is called": sequence.is_called}
-            objects[key] = Described(
-                found.kind, found.name, found.parent, {**found.properties, **position}
-            )
+            objects[key] = replace(found, properties={**found.properties, **position})
 
 
 _USER_SCHEMA = (
@@ -162,6 +170,10 @@ def _ours(catalog_name: str, oid: str) -> str:
         f"NOT EXISTS (SELECT FROM pg_depend e WHERE e.classid = '{catalog_name}'::regclass"
         f" AND e.objid = {oid} AND e.deptype IN {inside})"
     )
+
+
+def _key(catalog_name: str, oid: str) -> str:
+    return f"'{catalog_name}'::regclass::oid::int8, {oid}::int8"
 
 
 def _grants(acl: str, owner: str, object_type: str | None) -> str:
@@ -214,13 +226,15 @@ def _queries(version: int) -> list[str]:
 
 
 _SCHEMAS = f"""
-SELECT 'schema', ARRAY[n.nspname]::text[], '', NULL, NULL::text[],
+SELECT {_key("pg_namespace", "n.oid")},
+       'schema', ARRAY[n.nspname]::text[], '', NULL, NULL::text[],
        pg_get_userbyid(n.nspowner) AS owner, {_grants("n.nspacl", "n.nspowner", "n")}
   FROM pg_namespace n
  WHERE {_USER_SCHEMA} AND {_ours("pg_namespace", "n.oid")}"""
 
 _TABLES = f"""
-SELECT 'table', ARRAY[n.nspname, c.relname]::text[], '', {_IN_SCHEMA},
+SELECT {_key("pg_class", "c.oid")},
+       'table', ARRAY[n.nspname, c.relname]::text[], '', {_IN_SCHEMA},
        CASE c.relkind WHEN 'r' THEN 'table' WHEN 'p' THEN 'partitioned table'
             ELSE 'foreign table' END AS form,
        CASE c.relpersistence WHEN 'u' THEN 'unlogged' ELSE 'logged' END AS persistence,
@@ -244,7 +258,8 @@ SELECT 'table', ARRAY[n.nspname, c.relname]::text[], '', {_IN_SCHEMA},
  WHERE c.relkind IN ('r', 'p', 'f')"""
 
 _VIEWS = f"""
-SELECT {_RELATION_KIND}, ARRAY[n.nspname, c.relname]::text[], '', {_IN_SCHEMA},
+SELECT {_key("pg_class", "c.oid")},
+       {_RELATION_KIND}, ARRAY[n.nspname, c.relname]::text[], '', {_IN_SCHEMA},
        pg_get_viewdef(c.oid) AS definition,
        (SELECT array_agg(DISTINCT coalesce(
                    rn.nspname || '.' || rc.relname || coalesce('.' || a.attname, ''),
@@ -270,7 +285,7 @@ SELECT {_RELATION_KIND}, ARRAY[n.nspname, c.relname]::text[], '', {_IN_SCHEMA},
 def _columns(version: int) -> str:
     # Children of inheritance get their columns in another order when they are restored.
     return f"""
-SELECT 'column', ARRAY[n.nspname, c.relname, a.attname]::text[], '',
+SELECT 0, 0, 'column', ARRAY[n.nspname, c.relname, a.attname]::text[], '',
        {_RELATION_KIND}, ARRAY[n.nspname, c.relname]::text[],
        CASE WHEN NOT EXISTS (SELECT FROM pg_inherits i WHERE i.inhrelid = c.oid)
             THEN a.attnum END AS position,
@@ -295,7 +310,8 @@ SELECT 'column', ARRAY[n.nspname, c.relname, a.attname]::text[], '',
 
 
 _INDEXES = f"""
-SELECT 'index', ARRAY[n.nspname, x.relname]::text[], '',
+SELECT {_key("pg_class", "x.oid")},
+       'index', ARRAY[n.nspname, x.relname]::text[], '',
        CASE WHEN con.oid IS NULL THEN {_RELATION_KIND} ELSE 'constraint' END,
        CASE WHEN con.oid IS NULL THEN ARRAY[n.nspname, c.relname]::text[]
             ELSE ARRAY[n.nspname, c.relname, con.conname]::text[] END,
@@ -319,7 +335,8 @@ def _constraints(version: int) -> str:
     # NOT NULL has rows here since 18; before, it is a property of the column alone.
     types = "('c', 'u', 'p', 'x', 'f', 'n')" if version >= 180000 else "('c', 'u', 'p', 'x', 'f')"
     return f"""
-SELECT CASE con.contype WHEN 'f' THEN 'foreign key' WHEN 'n' THEN 'not-null constraint'
+SELECT {_key("pg_constraint", "con.oid")},
+       CASE con.contype WHEN 'f' THEN 'foreign key' WHEN 'n' THEN 'not-null constraint'
             ELSE 'constraint' END,
        ARRAY[n.nspname, c.relname, con.conname]::text[], '',
        {_RELATION_KIND}, ARRAY[n.nspname, c.relname]::text[],
@@ -331,7 +348,8 @@ SELECT CASE con.contype WHEN 'f' THEN 'foreign key' WHEN 'n' THEN 'not-null cons
 
 
 _DOMAIN_CONSTRAINTS = f"""
-SELECT 'domain constraint', ARRAY[n.nspname, t.typname, con.conname]::text[], '',
+SELECT {_key("pg_constraint", "con.oid")},
+       'domain constraint', ARRAY[n.nspname, t.typname, con.conname]::text[], '',
        'type', ARRAY[n.nspname, t.typname]::text[],
        regexp_replace(pg_get_constraintdef(con.oid), ' NOT VALID$', '') AS definition,
        con.convalidated AS validated
@@ -344,7 +362,8 @@ SELECT 'domain constraint', ARRAY[n.nspname, t.typname, con.conname]::text[], ''
 def _sequences(version: int) -> str:
     # A restore makes the sequence of an unlogged table unlogged where the server can (15).
     return f"""
-SELECT 'sequence', ARRAY[n.nspname, c.relname]::text[], '',
+SELECT {_key("pg_class", "c.oid")},
+       'sequence', ARRAY[n.nspname, c.relname]::text[], '',
        CASE WHEN o.path IS NULL THEN 'schema' ELSE 'column' END,
        coalesce(o.path, ARRAY[n.nspname]::text[]),
        format_type(s.seqtypid, NULL) AS type, s.seqstart AS start, s.seqincrement AS increment,
@@ -366,7 +385,8 @@ SELECT 'sequence', ARRAY[n.nspname, c.relname]::text[], '',
 
 def _functions(version: int) -> str:
     return f"""
-SELECT CASE p.prokind WHEN 'p' THEN 'procedure' WHEN 'a' THEN 'aggregate' ELSE 'function' END,
+SELECT {_key("pg_proc", "p.oid")},
+       CASE p.prokind WHEN 'p' THEN 'procedure' WHEN 'a' THEN 'aggregate' ELSE 'function' END,
        ARRAY[n.nspname, p.proname]::text[], '(' || oidvectortypes(p.proargtypes) || ')',
        {_IN_SCHEMA},
        pg_get_function_result(p.oid) AS returns,
@@ -407,7 +427,8 @@ SELECT CASE p.prokind WHEN 'p' THEN 'procedure' WHEN 'a' THEN 'aggregate' ELSE '
 
 # Of a partition's triggers only those that were enabled otherwise than their parent's.
 _TRIGGERS = f"""
-SELECT 'trigger', ARRAY[n.nspname, c.relname, t.tgname]::text[], '',
+SELECT {_key("pg_trigger", "t.oid")},
+       'trigger', ARRAY[n.nspname, c.relname, t.tgname]::text[], '',
        {_RELATION_KIND}, ARRAY[n.nspname, c.relname]::text[],
        pg_get_triggerdef(t.oid) AS definition,
        CASE t.tgenabled WHEN 'O' THEN 'origin' WHEN 'D' THEN 'disabled' WHEN 'R' THEN 'replica'
@@ -419,7 +440,8 @@ SELECT 'trigger', ARRAY[n.nspname, c.relname, t.tgname]::text[], '',
     OR (u.tgenabled <> t.tgenabled AND NOT u.tgisinternal)"""
 
 _RULES = f"""
-SELECT 'rule', ARRAY[n.nspname, c.relname, r.rulename]::text[], '',
+SELECT {_key("pg_rewrite", "r.oid")},
+       'rule', ARRAY[n.nspname, c.relname, r.rulename]::text[], '',
        {_RELATION_KIND}, ARRAY[n.nspname, c.relname]::text[],
        pg_get_ruledef(r.oid) AS definition,
        CASE r.ev_type WHEN '1' THEN 'select' WHEN '2' THEN 'update' WHEN '3' THEN 'insert'
@@ -431,7 +453,8 @@ SELECT 'rule', ARRAY[n.nspname, c.relname, r.rulename]::text[], '',
  WHERE r.rulename <> '_RETURN'"""
 
 _POLICIES = f"""
-SELECT 'policy', ARRAY[n.nspname, c.relname, p.polname]::text[], '',
+SELECT {_key("pg_policy", "p.oid")},
+       'policy', ARRAY[n.nspname, c.relname, p.polname]::text[], '',
        {_RELATION_KIND}, ARRAY[n.nspname, c.relname]::text[],
        CASE p.polcmd WHEN 'r' THEN 'select' WHEN 'a' THEN 'insert' WHEN 'w' THEN 'update'
             WHEN 'd' THEN 'delete' ELSE 'all' END AS command, p.polpermissive AS permissive,
@@ -449,7 +472,8 @@ def _types(version: int) -> str:
         version, 140000, "format_type(nullif(r.rngmultitypid, 0), NULL) AS multirange"
     )
     return f"""
-SELECT 'type', ARRAY[n.nspname, t.typname]::text[], '', {_IN_SCHEMA},
+SELECT {_key("pg_type", "t.oid")},
+       'type', ARRAY[n.nspname, t.typname]::text[], '', {_IN_SCHEMA},
        CASE WHEN NOT t.typisdefined THEN 'shell' ELSE CASE t.typtype WHEN 'e' THEN 'enum'
             WHEN 'd' THEN 'domain' WHEN 'c' THEN 'composite' WHEN 'r' THEN 'range'
             ELSE 'base' END END AS form,
@@ -485,13 +509,14 @@ SELECT 'type', ARRAY[n.nspname, t.typname]::text[], '', {_IN_SCHEMA},
    AND NOT EXISTS (SELECT FROM pg_type x WHERE x.typarray = t.oid)"""
 
 
-_EXTENSIONS = """
-SELECT 'extension', ARRAY[x.extname]::text[], '', NULL, NULL::text[],
+_EXTENSIONS = f"""
+SELECT {_key("pg_extension", "x.oid")},
+       'extension', ARRAY[x.extname]::text[], '', NULL, NULL::text[],
        n.nspname::text AS schema, x.extversion AS version
   FROM pg_extension x JOIN pg_namespace n ON n.oid = x.extnamespace"""
 
 _DEFAULT_PRIVILEGES = f"""
-SELECT 'default privileges',
+SELECT {_key("pg_default_acl", "d.oid")}, 'default privileges',
        ARRAY[pg_get_userbyid(d.defaclrole), coalesce(n.nspname, 'every schema'),
              CASE d.defaclobjtype WHEN 'r' THEN 'tables' WHEN 'S' THEN 'sequences'
              WHEN 'f' THEN 'functions' WHEN 'T' THEN 'types' WHEN 'n' THEN 'schemas'
@@ -502,7 +527,7 @@ SELECT 'default privileges',
 
 # Whatever else a schema holds: that it is there, and the little that says what it does.
 _OTHERS = f"""
-SELECT i.type, ARRAY[]::text[], i.identity,
+SELECT o.class::oid::int8, o.oid::int8, i.type, ARRAY[]::text[], i.identity,
        CASE WHEN n.oid IS NOT NULL THEN 'schema' END, ARRAY[n.nspname]::text[], o.definition
   FROM (SELECT 'pg_operator'::regclass AS class, oid, oprnamespace AS schema,
                oprcode::text AS definition FROM pg_operator
@@ -554,6 +579,16 @@ SELECT c.oid::int8, n.nspname::text, c.relname::text, c.relkind::text,
  WHERE c.relkind IN ('r', 'p') AND {_USER_SCHEMA}
  GROUP BY c.oid, n.nspname
  ORDER BY c.oid"""
+
+_COMPUTED_COLUMNS = """
+SELECT a.attrelid::int8, a.attname::text, array_agg(b.attname::text)
+  FROM pg_attribute a
+  JOIN pg_attrdef g ON g.adrelid = a.attrelid AND g.adnum = a.attnum
+  JOIN pg_depend d ON d.classid = 'pg_attrdef'::regclass AND d.objid = g.oid
+       AND d.refclassid = 'pg_class'::regclass AND d.refobjid = a.attrelid
+  JOIN pg_attribute b ON b.attrelid = d.refobjid AND b.attnum = d.refobjsubid
+ WHERE a.attgenerated <> '' AND b.attnum <> a.attnum
+ GROUP BY 1, 2"""
 
 _ROW_KEYS = f"""
 SELECT DISTINCT ON (i.indrelid) i.indrelid::int8,

@@ -36,6 +36,7 @@ from psycopg import Error as PsycopgError
 from psycopg import pq
 from psycopg.pq.abc import PGconn, PGresult
 
+from millrace import failpoint
 from millrace.errors import (
     ConnectionLost,
     FormatError,
@@ -44,6 +45,7 @@ from millrace.errors import (
     ServerError,
 )
 from millrace.postgres.connect import error_for
+from millrace.postgres.encoding import python_encoding
 from millrace.postgres.libpq import drain, result_error
 
 # Large enough that the system calls do not show, small enough for any socket buffer.
@@ -133,6 +135,7 @@ def _relay_raw(source: PGconn, target: PGconn, copy_out: bytes) -> Copied:
                 if listening.poll(0):
                     raise _TargetSpoke
                 outgoing.sendall(ready)
+                failpoint.hit("copy.middle")
                 total += len(ready)
                 stream.forget(len(ready))
             rest, rows = stream.ending()
@@ -286,6 +289,7 @@ def _relay_libpq(source: PGconn, target: PGconn, copy_out: bytes) -> Copied:
                 if listening.poll(0):
                     raise _TargetSpoke
                 _put(target, batch)
+                failpoint.hit("copy.middle")
                 total, size, batch = total + size, 0, []
         if batch:
             _put(target, batch)
@@ -367,14 +371,6 @@ def _socket_of(connection: PGconn) -> Iterator[socket.socket]:
         borrowed.close()
 
 
-_ENCODINGS = {"UTF8": "utf-8", "SQL_ASCII": "utf-8", "LATIN1": "latin-1"}
-
-
 def _python_encoding(connection: PGconn) -> str:
     """Statements are sent in the session's client encoding."""
-    name = (connection.parameter_status(b"client_encoding") or b"UTF8").decode()
-    if name in _ENCODINGS:
-        return _ENCODINGS[name]
-    from psycopg._encodings import pg2pyenc
-
-    return pg2pyenc(name.encode())
+    return python_encoding((connection.parameter_status(b"client_encoding") or b"UTF8").decode())

@@ -84,9 +84,17 @@ def stop_held(directory: Path) -> Held:
 
 @contextmanager
 def hold(
-    directory: Path, dsn: Dsn, *, slot: str | None = None, plugin: str = "pgoutput"
+    directory: Path,
+    dsn: Dsn,
+    *,
+    slot: str | None = None,
+    plugin: str = "pgoutput",
+    before_slot: Callable[[], None] = lambda: None,
 ) -> Iterator[tuple[Held, Callable[[], None]]]:
-    """Hold a snapshot; yields (Held, check), where check raises SnapshotLost."""
+    """Hold a snapshot; yields (Held, check), where check raises SnapshotLost.
+
+    `before_slot` makes what must be there before the slot: the publications.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / FILE).open("a+") as file:
         try:
@@ -101,6 +109,8 @@ def hold(
         file.seek(0)
         file.truncate()
         try:
+            if slot is not None:
+                before_slot()
             with _session(dsn, slot, plugin) as (facts, check):
                 held = Held(pid=os.getpid(), source=dsn.identity(), since=_now(), **facts)
                 json.dump(asdict(held), file, indent=2)
@@ -135,12 +145,7 @@ def _open_replication(dsn: Dsn) -> PGconn:
 
 
 def _create_slot(connection: PGconn, slot: str, plugin: str) -> dict[str, Any]:
-    option = "(SNAPSHOT 'export')" if connection.server_version >= 150000 else "EXPORT_SNAPSHOT"
-    statement = f"CREATE_REPLICATION_SLOT {ident(slot)} LOGICAL {ident(plugin)} {option}"
-    result = connection.exec_(statement.encode())
-    if result.status != pq.ExecStatus.TUPLES_OK:
-        raise result_error(result, f"creating replication slot {slot}")
-    lsn, snapshot = (result.get_value(0, column) for column in (1, 2))
+    lsn, snapshot = _create(connection, slot, plugin, "export")
     if not lsn or not snapshot:
         raise ServerError(f"replication slot {slot} came without a snapshot")
     return {
@@ -149,6 +154,30 @@ def _create_slot(connection: PGconn, slot: str, plugin: str) -> dict[str, Any]:
         "plugin": plugin,
         "start_lsn": lsn.decode(),
     }
+
+
+def create_slot(dsn: Dsn, slot: str, plugin: str) -> str:
+    """A slot without a snapshot; the position from which on it has every change."""
+    connection = _open_replication(dsn)
+    try:
+        lsn, _ = _create(connection, slot, plugin, "nothing")
+    finally:
+        connection.finish()
+    if not lsn:
+        raise ServerError(f"replication slot {slot} came without a position")
+    return lsn.decode()
+
+
+def _create(
+    connection: PGconn, slot: str, plugin: str, snapshot: str
+) -> tuple[bytes | None, bytes | None]:
+    words = {"export": "EXPORT_SNAPSHOT", "nothing": "NOEXPORT_SNAPSHOT"}
+    option = f"(SNAPSHOT '{snapshot}')" if connection.server_version >= 150000 else words[snapshot]
+    statement = f"CREATE_REPLICATION_SLOT {ident(slot)} LOGICAL {ident(plugin)} {option}"
+    result = connection.exec_(statement.encode())
+    if result.status != pq.ExecStatus.TUPLES_OK:
+        raise result_error(result, f"creating replication slot {slot}")
+    return result.get_value(0, 1), result.get_value(0, 2)
 
 
 def _check_silent(connection: PGconn) -> None:

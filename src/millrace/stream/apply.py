@@ -106,15 +106,18 @@ class Applier:
     def _truncate(self, work: TruncateWork) -> None:
         # Several at once: they may reference each other. Tables that the source did not name
         # are never emptied, so no CASCADE.
-        names = ", ".join(
-            qualified(t.schema, t.name)
-            if t.is_partitioned
-            else f"ONLY {qualified(t.schema, t.name)}"
-            for t in work.tables
-        )
+        names = [
+            ("" if t.is_partitioned else "ONLY ") + qualified(t.schema, t.name) for t in work.tables
+        ]
         restart = " RESTART IDENTITY" if work.restart_identity else ""
         try:
-            execute(self._session, f"TRUNCATE {names}{restart}")
+            if work.is_whole:
+                execute(self._session, f"TRUNCATE {', '.join(names)}{restart}")
+            else:
+                # A table that a foreign key of another worker's table points to can't be
+                # truncated without that one.
+                for name in names:
+                    execute(self._session, f"DELETE FROM {name}")
         except ServerError as error:
             labels = ", ".join(f"{t.schema}.{t.name}" for t in work.tables)
             raise _apply_error(error, labels, work.lsn) from error

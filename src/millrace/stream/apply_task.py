@@ -30,7 +30,7 @@ from millrace.stream.apply import Applied, Applier, OnConflict
 from millrace.stream.position import open_position
 from millrace.stream.spool import Range, Reader
 from millrace.stream.transform import iter_sections
-from millrace.stream.work import Left, Preparer, Work
+from millrace.stream.work import Left, Preparer, Share, Work
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +72,7 @@ class ApplyTask:
     chunk_bytes: int = CHUNK_BYTES
     on_conflict: OnConflict = OnConflict.STOP
     left: Left = field(default_factory=Left)
+    share: Share = field(default_factory=Share)
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,7 @@ class _Run:
             self._lsn = self._position.take(session)
             with connect(task.target, f"apply {task.stream} catalog") as catalog:
                 staged = task.on_conflict is not OnConflict.STOP
-                preparer = Preparer(catalog, task.left, staged_inserts=staged)
+                preparer = Preparer(catalog, task.left, task.share, staged_inserts=staged)
                 with ahead(self._iter_work(preparer, self._lsn), AHEAD) as work:
                     self._apply(session, work)
         finally:

@@ -24,6 +24,7 @@ import numpy as np
 
 from millrace.errors import WorkDirError
 from millrace.lsn import render_lsn
+from millrace.postgres.encoding import python_encoding
 from millrace.postgres.pgoutput import (
     FRAME_HEADER_BYTES,
     Bytes,
@@ -344,11 +345,11 @@ class SpoolWriter:
 
 
 class SpoolReader:
-    """Reads a spool, also while another process writes it."""
+    """Reads a spool, also while another process writes it; `encoding` by PostgreSQL's name."""
 
     def __init__(self, directory: Path, encoding: str = "utf-8") -> None:
         self._folder = directory / FOLDER
-        self._encoding = encoding
+        self._encoding = python_encoding(encoding)
         self._indexes: dict[Path, IndexFile] = {}
 
     def last_end_lsn(self) -> int:

@@ -6,6 +6,7 @@ be made on another thread while the target is busy with what came before.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -63,6 +64,8 @@ class TruncateWork:
     tables: tuple[TargetTable, ...]
     restart_identity: bool
     lsn: int
+    # False if some of its tables are another worker's.
+    is_whole: bool = True
 
 
 Work = TableWork | TruncateWork
@@ -70,31 +73,54 @@ Work = TableWork | TruncateWork
 
 @dataclass(frozen=True)
 class Left:
-    """What of the source is left out by the user's filters, as names."""
+    """What of the source is left out by the user's filters; tables as (schema, name)."""
 
-    # schema.table
     tables: frozenset[tuple[str, str]] = frozenset()
     columns: Mapping[tuple[str, str], frozenset[str]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Share:
+    """The tables of one of several workers: those whose name falls to it."""
+
+    number: int = 0
+    total: int = 1
+
+    def has(self, relation: RelationVersion) -> bool:
+        name = f"{relation.schema}.{relation.name}".encode()
+        return zlib.crc32(name) % self.total == self.number
 
 
 class Preparer:
     """Turns sections into work; remembers tables of the target."""
 
-    def __init__(self, connection: Connection, left: Left, *, staged_inserts: bool) -> None:
+    def __init__(
+        self, connection: Connection, left: Left, share: Share, *, staged_inserts: bool
+    ) -> None:
         self._connection = connection
         self._left = left
+        self._share = share
         self._staged_inserts = staged_inserts
         self._plans: dict[tuple[RelationVersion, bool], TablePlan | None] = {}
         self._type_names: dict[int, str] = {}
 
     def prepare(self, section: Section) -> Work | None:
-        """None for a table that is left out."""
+        """None for a table that is left out, or another worker's."""
         if isinstance(section, TruncatedTables):
-            tables = [self._table(relation) for relation in section.relations]
-            kept = tuple(table for table in tables if table is not None)
-            return TruncateWork(kept, section.restart_identity, section.lsn) if kept else None
+            return self._truncate_work(section)
+        if not self._share.has(section.relation):
+            return None
         plan = self._plan(section.relation, section.is_binary)
         return None if plan is None else self._table_work(plan, section)
+
+    def _truncate_work(self, section: TruncatedTables) -> TruncateWork | None:
+        own = [relation for relation in section.relations if self._share.has(relation)]
+        tables = [self._table(relation) for relation in own]
+        kept = tuple(table for table in tables if table is not None)
+        if not kept:
+            return None
+        is_whole = len(own) == len(section.relations)
+        return TruncateWork(kept, section.restart_identity, section.lsn, is_whole)
 
     def _plan(self, relation: RelationVersion, is_binary: bool) -> TablePlan | None:
         known = (relation, is_binary)

@@ -17,6 +17,20 @@ from pathlib import Path
 from millrace.errors import WorkDirError
 
 
+def read_holder(directory: Path) -> int | None:
+    """The living process that the file names. The lock itself is not tried: for a moment, that
+    would keep another process from it."""
+    try:
+        words = (directory / "millrace.pid").read_text().split()
+        number = int(words[1])
+        os.kill(number, 0)
+    except PermissionError:
+        return number
+    except (OSError, IndexError, ValueError):
+        return None
+    return number
+
+
 @contextmanager
 def open_lock(directory: Path) -> Iterator[None]:
     """Hold the directory, or say who does."""

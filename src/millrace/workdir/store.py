@@ -16,7 +16,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
+from millrace.errors import WorkDirError
 from millrace.relation import LargeObjectRange, Part, SourceCatalog
 
 SCHEMA = """
@@ -68,12 +70,24 @@ CREATE TABLE IF NOT EXISTS timings (
 
 
 class Store:
-    """The open catalog of a run."""
+    """The open catalog of a run.
 
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._database = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+    With `read_only` nothing is made, written or locked: a run that goes on in another process
+    does not notice. Each read is over at once, so none is in the way of its checkpoints.
+    """
+
+    def __init__(self, path: Path, *, read_only: bool = False) -> None:
         self._lock = threading.RLock()
+        self._path = path
+        if read_only:
+            self._database = _connect_read_only(path)
+            return
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._open(path)
+
+    def _open(self, path: Path) -> None:
+        self._database = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
         self._database.execute("PRAGMA journal_mode = WAL")
         # A killed process loses nothing; after a power cut the last timings may be missing. What
         # a resumed run depends on is synced by hand.
@@ -95,12 +109,12 @@ class Store:
 
     def write_snapshot(self, snapshot_id: str) -> None:
         """Pin the run to its snapshot: from here on it is planned."""
-        with self._lock:
+        with self._lock, writing(self._path):
             self._database.execute("UPDATE setup SET snapshot = ?", (snapshot_id,))
         self._sync()
 
     def write_finished(self) -> None:
-        with self._lock:
+        with self._lock, writing(self._path):
             self._database.execute("UPDATE setup SET finished_at = ?", (_now(),))
         self._sync()
 
@@ -164,6 +178,10 @@ class Store:
             parts[part.table_oid] = (*parts.get(part.table_oid, ()), part)
         return parts
 
+    def read_planned(self, kind: str) -> list[dict[str, Any]]:
+        """What was planned, as written: `tables`, `indexes`, `foreign_keys` or `sequences`."""
+        return self._rows(f"SELECT * FROM {kind} ORDER BY oid")
+
     def read_large_object_ranges(self) -> tuple[LargeObjectRange, ...]:
         """The ranges planned by the process that began the run."""
         rows = self._rows("SELECT * FROM large_object_ranges ORDER BY number")
@@ -209,17 +227,17 @@ class Store:
         )
 
     def _sync(self) -> None:
-        with self._lock:
+        with self._lock, writing(self._path):
             self._database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
     def _rows(self, query: str, *parameters: Any) -> list[dict[str, Any]]:
-        with self._lock:
+        with self._lock, writing(self._path):
             cursor = self._database.execute(query, parameters)
             names = [d[0] for d in cursor.description]
             return [dict(zip(names, row, strict=True)) for row in cursor]
 
     def _insert(self, table: str, rows: Iterable[dict[str, Any]]) -> None:
-        with self._lock:
+        with self._lock, writing(self._path):
             for row in rows:
                 names = ", ".join(row)
                 marks = ", ".join("?" for _ in row)
@@ -230,21 +248,59 @@ class Store:
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
-        with self._lock:
+        with self._lock, writing(self._path):
             self._database.execute("BEGIN")
             try:
                 yield
+                self._database.execute("COMMIT")
             except BaseException:
-                self._database.execute("ROLLBACK")
+                if self._database.in_transaction:  # a full disk has ended it
+                    self._database.execute("ROLLBACK")
                 raise
-            self._database.execute("COMMIT")
+
+
+def _connect_read_only(path: Path) -> sqlite3.Connection:
+    """Reads the log beside the file, too. That needs an index we may have to make; where we may
+    not, and there is no log, all is in the file."""
+    address = f"file:{quote(str(path.resolve()))}?mode=ro"
+    has_log = path.with_name(f"{path.name}-wal").exists()
+    ways = [address] if has_log else [address, f"{address}&immutable=1"]
+    for way in ways:
+        database = sqlite3.connect(way, uri=True, check_same_thread=False, isolation_level=None)
+        try:
+            row = database.execute("SELECT 1 FROM sqlite_master WHERE name = 'setup'").fetchone()
+        except sqlite3.DatabaseError as error:
+            database.close()
+            failure = error
+            continue
+        if row is None:
+            database.close()
+            raise WorkDirError(f"{path} is being made", hint="ask again in a moment")
+        return database
+    raise WorkDirError(
+        f"can't read {path}: {failure}", hint="check --dir, and that you may read it"
+    ) from failure
 
 
 def write_json(path: Path, value: Any) -> None:
     """Replace a JSON file in one step."""
     draft = path.with_suffix(".tmp")
-    draft.write_text(json.dumps(value, indent=2, default=str) + "\n")
-    draft.replace(path)
+    with writing(path):
+        draft.write_text(json.dumps(value, indent=2, default=str) + "\n")
+        draft.replace(path)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """A disk that is full or fails is told as that of the work directory."""
+    try:
+        yield
+    except (sqlite3.Error, OSError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise WorkDirError(
+            f"can't use {path} in the work directory: {reason}",
+            hint="make room on that disk, then go on with the same command and --resume",
+        ) from error
 
 
 def _now(offset_seconds: float = 0.0) -> str:

@@ -1,0 +1,238 @@
+"""What is asked of a clone on the command line, of the whole or of a single step.
+
+Invariant: an option has one name, one variable, one default and one meaning in all commands
+that take it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import MISSING, Field, dataclass, field, fields
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from millrace.cli import options
+from millrace.cli.options import COPY, WHAT
+from millrace.clone.schema import SchemaSettings
+from millrace.clone.settings import CloneSettings
+from millrace.clone.split import SplitSettings
+from millrace.clone.step import ALL, Step
+from millrace.config.size import parse_size
+from millrace.errors import ConfigError
+from millrace.spark.session import Engine, default_master, parse_conf
+
+
+def _jobs(name: str, text: str) -> Any:
+    return typer.Option(
+        f"--{name}",
+        envvar=f"MILLRACE_{name.upper().replace('-', '_')}",
+        min=1,
+        max=512,
+        help=text,
+        rich_help_panel=COPY,
+    )
+
+
+def _flag(name: str, text: str, *aliases: str) -> Any:
+    return typer.Option(
+        f"--{name}",
+        *aliases,
+        envvar=f"MILLRACE_{name.upper().replace('-', '_')}",
+        help=text,
+        rich_help_panel=WHAT,
+    )
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Every option of `millrace clone`; a single step takes some of them."""
+
+    source: options.Source = ""
+    target: options.Target = ""
+    directory: options.Directory = options.DEFAULT_DIRECTORY
+    table_jobs: Annotated[
+        int, _jobs("table-jobs", "Parts copied at once, and tables vacuumed.")
+    ] = 4
+    index_jobs: Annotated[int, _jobs("index-jobs", "Indexes built at once, over all tables.")] = 4
+    restore_jobs: Annotated[
+        int, _jobs("restore-jobs", "Foreign keys added at once; no two that share a table.")
+    ] = 4
+    large_objects_jobs: Annotated[
+        int, _jobs("large-objects-jobs", "Ranges of large objects copied at once.")
+    ] = 4
+    split_tables_larger_than: options.SplitLarger = "0"
+    split_max_parts: options.SplitMaxParts = 0
+    skip_split_by_ctid: options.SkipSplitByCtid = False
+    filters: options.Filters = None
+    drop_if_exists: Annotated[
+        bool, _flag("drop-if-exists", "First drop from the target what the source has too.")
+    ] = False
+    roles: Annotated[bool, _flag("roles", "Copy roles that the target lacks.")] = False
+    no_role_passwords: Annotated[
+        bool, _flag("no-role-passwords", "Copy roles without passwords (needs no superuser).")
+    ] = False
+    no_owner: Annotated[bool, _flag("no-owner", "Leave everything to the connecting role.")] = False
+    no_acl: Annotated[bool, _flag("no-acl", "Leave out GRANT and REVOKE.")] = False
+    no_comments: Annotated[bool, _flag("no-comments", "Leave out comments.")] = False
+    no_tablespaces: Annotated[
+        bool, _flag("no-tablespaces", "Put everything into the default tablespace.")
+    ] = False
+    skip_large_objects: Annotated[
+        bool, _flag("skip-large-objects", "Leave out large objects.", "--skip-blobs")
+    ] = False
+    skip_extensions: Annotated[bool, _flag("skip-extensions", "Do not create extensions.")] = False
+    skip_ext_comments: Annotated[
+        bool, _flag("skip-ext-comments", "Leave out comments on extensions.")
+    ] = False
+    skip_collations: Annotated[bool, _flag("skip-collations", "Do not create collations.")] = False
+    skip_vacuum: Annotated[bool, _flag("skip-vacuum", "Do not VACUUM ANALYZE.")] = False
+    skip_db_properties: Annotated[
+        bool, _flag("skip-db-properties", "Leave out ALTER DATABASE ... SET.")
+    ] = False
+    fail_fast: Annotated[
+        bool,
+        typer.Option(
+            "--fail-fast",
+            envvar="MILLRACE_FAIL_FAST",
+            help="Stop everything at the first error; otherwise other tables are finished first.",
+        ),
+    ] = False
+    maintenance_work_mem: Annotated[
+        str,
+        typer.Option(
+            envvar="MILLRACE_MAINTENANCE_WORK_MEM",
+            metavar="SIZE",
+            help="Memory on the target for each index build.",
+            rich_help_panel=COPY,
+        ),
+    ] = "1GB"
+    snapshot: Annotated[
+        str,
+        typer.Option(
+            envvar="MILLRACE_SNAPSHOT",
+            metavar="ID",
+            help="Use a snapshot that another session of the source has exported and holds.",
+            show_default=False,
+        ),
+    ] = ""
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume",
+            help="Go on with the run in the work directory: what is committed stays. Needs its "
+            "snapshot, held by `millrace snapshot`, or --not-consistent.",
+        ),
+    ] = False
+    restart: Annotated[
+        bool,
+        typer.Option(
+            "--restart", help="Empty the target of the run in the work directory, and start anew."
+        ),
+    ] = False
+    not_consistent: Annotated[
+        bool,
+        typer.Option(
+            "--not-consistent",
+            help="Nobody writes to the source: go on under another snapshot than before.",
+        ),
+    ] = False
+    master: options.Master = ""
+    conf: options.Conf = field(default_factory=list)
+    is_dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the plan; change nothing anywhere.")
+    ] = False
+    as_json: options.AsJson = False
+    verbose: options.Verbose = 0
+    quiet: options.Quiet = False
+    log_json: options.LogJson = False
+
+    def settings(self, steps: frozenset[Step] = ALL) -> CloneSettings:
+        """What the engine has to know, checked as far as no server is needed."""
+        rules = options.read_rules(self.filters)
+        if self.skip_extensions and rules.of("include-only-extension"):
+            raise ConfigError("--skip-extensions and [include-only-extension] exclude each other")
+        return CloneSettings(
+            source=options.parse_dsn(self.source, "source"),
+            target=options.parse_dsn(self.target, "target"),
+            directory=self.directory,
+            table_jobs=self.table_jobs,
+            index_jobs=self.index_jobs,
+            restore_jobs=self.restore_jobs,
+            large_objects_jobs=self.large_objects_jobs,
+            split=self._split(),
+            schema=self._schema(),
+            filters=rules,
+            drop_if_exists=self.drop_if_exists,
+            # The step by itself is asked for by its name.
+            roles=self.roles or steps == {Step.ROLES},
+            role_passwords=not self.no_role_passwords,
+            skip_large_objects=self.skip_large_objects,
+            skip_vacuum=self.skip_vacuum,
+            skip_database_properties=self.skip_db_properties,
+            fail_fast=self.fail_fast,
+            snapshot=self.snapshot or None,
+            maintenance_work_mem=parse_memory(self.maintenance_work_mem),
+            steps=steps,
+            resume=self.resume,
+            restart=self.restart,
+            not_consistent=self.not_consistent,
+        )
+
+    def engine(self) -> Engine:
+        """Spark with a slot for each job; not started yet."""
+        slots = self.table_jobs + (0 if self.skip_large_objects else self.large_objects_jobs)
+        master = self.master or default_master(slots)
+        return Engine(master, parse_conf(self.conf), self.directory / "spark.log")
+
+    def _split(self) -> SplitSettings:
+        return options.split_settings(
+            self.split_tables_larger_than, self.split_max_parts, self.skip_split_by_ctid
+        )
+
+    def _schema(self) -> SchemaSettings:
+        return SchemaSettings(
+            no_owner=self.no_owner,
+            no_acl=self.no_acl,
+            no_comments=self.no_comments,
+            no_tablespaces=self.no_tablespaces,
+            skip_extensions=self.skip_extensions,
+            skip_extension_comments=self.skip_ext_comments,
+            skip_collations=self.skip_collations,
+        )
+
+
+EVERY = tuple(one.name for one in fields(Asked))
+
+
+def command(body: Callable[[Asked], None], names: tuple[str, ...] = EVERY) -> Callable[..., None]:
+    """A command with these options, for typer; the body gets them as one Asked."""
+    hints = get_type_hints(Asked, include_extras=True)
+    taken = [one for one in fields(Asked) if one.name in names]
+
+    def run(**given: Any) -> None:
+        body(Asked(**given))
+
+    run.__doc__ = body.__doc__
+    run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [
+            inspect.Parameter(
+                one.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=_default(one),
+                annotation=hints[one.name],
+            )
+            for one in taken
+        ]
+    )
+    return run
+
+
+def _default(one: Field[Any]) -> Any:
+    return one.default if one.default_factory is MISSING else one.default_factory()
+
+
+def parse_memory(text: str) -> str:
+    """A size in PostgreSQL's own notation, in kilobytes."""
+    return f"{max(1024, parse_size(text) // 1024)}kB"

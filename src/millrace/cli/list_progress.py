@@ -1,0 +1,72 @@
+"""`millrace list progress`: where a run stands, asked from another terminal."""
+
+from __future__ import annotations
+
+import json
+
+from rich.table import Table
+from rich.text import Text
+
+from millrace.cli import options
+from millrace.cli.display import console, running_lines
+from millrace.clone.standing import Count, Standing, read_standing
+from millrace.config.size import render_size
+from millrace.log import setup_logging
+
+
+def progress(
+    directory: options.Directory = options.DEFAULT_DIRECTORY,
+    target: options.Target = "",
+    as_json: options.AsJson = False,
+) -> None:
+    """Where the run of a work directory stands: while it runs, after it stopped, when it is done.
+
+    Without --target it tells what the work directory knows; with the target of the run also
+    what is running right now, and every part that is committed. The run is not disturbed.
+    The percentage is that of the tables' bytes; indexes, constraints and foreign keys are
+    counted beside it.
+    """
+    setup_logging(quiet=True)
+    dsn = options.parse_dsn(target, "target") if target else None
+    found = read_standing(directory, dsn)
+    if as_json:
+        print(json.dumps(found.as_dict(), default=str))
+    else:
+        print_standing(found)
+
+
+def print_standing(found: Standing) -> None:
+    """A line on the run, a table of what is done, a line for each thing that is running."""
+    out = console()
+    ended = f", finished {found.finished_at}" if found.finished_at else ""
+    out.print(Text(f"run {found.run_id}: {found.status}, started {found.started_at}{ended}"))
+    out.print(Text(f"{found.source} to {found.target}"))
+    listing = Table()
+    listing.add_column("")
+    for title in ("done", "total"):
+        listing.add_column(title, justify="right")
+    for name, count in _counts(found).items():
+        listing.add_row(name, f"{count.done:,}", f"{count.total:,}")
+    size = found.estimated_bytes
+    listing.add_row("bytes (estimated)", render_size(size.done), render_size(size.total))
+    out.print(listing)
+    copied = f"{found.copied_rows:,} rows, {render_size(found.copied_bytes)} copied"
+    out.print(Text(f"{found.percent:.1f}% of the tables' bytes; {copied}"))
+    if found.steps:
+        out.print(Text(f"last step done: {found.steps[-1]}"))
+    for line in running_lines(list(found.running_copies), list(found.running_indexes)):
+        out.print(line)
+    if found.status == "running" and not found.is_watched:
+        out.print(Text("what is running right now is known to the target: give --target"))
+
+
+def _counts(found: Standing) -> dict[str, Count]:
+    return {
+        "tables": found.tables,
+        "parts": found.parts,
+        "indexes": found.indexes,
+        "constraints": found.constraints,
+        "foreign keys": found.foreign_keys,
+        "large objects": found.large_objects,
+        "tables vacuumed": found.vacuumed,
+    }

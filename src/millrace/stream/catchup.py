@@ -1,0 +1,156 @@
+"""Keeping the target up with the spool: the driver's side of apply.
+
+Invariant: a worker asks for the next task only after the last one has told where it left the
+stream; what the target says is the truth, what is noted here is for people.
+
+Each worker has tables of its own and a position of its own. With one worker, the default, no
+source transaction is ever torn on the target; with several, tables may be at different
+transactions until the stream ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+from millrace.clone.engine import Engine
+from millrace.lsn import render_lsn
+from millrace.postgres.connect import connect
+from millrace.postgres.pgoutput import MICROSECONDS_1970_TO_2000
+from millrace.stream.apply import Applied
+from millrace.stream.apply_task import ApplyOutcome, ApplyTask, apply_spool
+from millrace.stream.position import read_position, setup_position
+from millrace.stream.sentinel import Sentinel
+from millrace.stream.work import Share
+
+log = logging.getLogger(__name__)
+
+# How soon a worker sees that the spool has grown: part of the delay of every change.
+POLL_SECONDS = 0.05
+# Applied segments are removed not more often than this.
+PRUNE_SECONDS = 5.0
+
+
+@dataclass
+class Counts:
+    """What was applied since the process began."""
+
+    transactions: int = 0
+    batches: int = 0
+    applied: Applied = None  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        self.applied = self.applied or Applied()
+
+
+class Catchup:
+    """Applies the spool until told that it is whole."""
+
+    def __init__(
+        self,
+        task: ApplyTask,
+        jobs: int,
+        engine: Engine,
+        sentinel: Sentinel,
+        *,
+        prunes: Callable[[int], None] | None = None,
+    ) -> None:
+        self._engine = engine
+        self._sentinel = sentinel
+        self._prunes = prunes
+        self._pruned_at = time.monotonic()
+        self._stop = threading.Event()
+        # Set when nothing more comes in: the spool, up to the end position, is whole.
+        self.is_whole = threading.Event()
+        self._lock = threading.Lock()
+        self._tasks = [
+            replace(task, stream=stream_name(task.stream, number, jobs), share=Share(number, jobs))
+            for number in range(jobs)
+        ]
+        self._spool = task.open_spool()
+        self.positions = [0] * jobs
+        self.counts = Counts()
+
+    def setup(self, start_lsn: int) -> int:
+        """Make the positions on the target, or find them; the least of them."""
+        with connect(self._tasks[0].target, "setup") as target:
+            for number, task in enumerate(self._tasks):
+                kind = setup_position(target, task.stream, start_lsn)
+                self._tasks[number] = replace(task, position_kind=kind)
+                self.positions[number] = read_position(target, task.stream) or start_lsn
+        self._sentinel.write_applied(self.position)
+        return self.position
+
+    @property
+    def position(self) -> int:
+        """Everything up to here is on the target."""
+        return min(self.positions)
+
+    def run(self) -> None:
+        """Until the spool is whole and applied, or `stop`; raises what stopped a worker."""
+        with ThreadPoolExecutor(len(self._tasks), thread_name_prefix="apply") as threads:
+            workers = [threads.submit(self._work, number) for number in range(len(self._tasks))]
+            try:
+                for worker in workers:
+                    worker.result()
+            except BaseException:
+                self.stop()
+                self._engine.cancel()
+                raise
+
+    def stop(self) -> None:
+        """End after the batches under way."""
+        self._stop.set()
+
+    def _work(self, number: int) -> None:
+        try:
+            while not self._stop.is_set():
+                # In this order: what came in before the spool was whole is seen afterwards.
+                is_whole = self.is_whole.is_set()
+                if self._step(number):
+                    continue
+                if is_whole and not self._has_more(number):
+                    return
+                self._stop.wait(POLL_SECONDS)
+        except BaseException:
+            self._stop.set()
+            raise
+
+    def _has_more(self, number: int) -> bool:
+        endpos = self._sentinel.read().endpos
+        return self._spool.plan(self.positions[number], 1, endpos) is not None
+
+    def _step(self, number: int) -> bool:
+        """One task, if there is something for it to do and apply is on."""
+        if not self._sentinel.read().apply or not self._has_more(number):
+            return False
+        task = replace(self._tasks[number], until_lsn=self._sentinel.read().endpos)
+        outcome = self._engine.call(apply_spool, task, f"apply {task.stream}")
+        self._note(number, outcome)
+        if outcome.error is not None:
+            raise outcome.error
+        return True
+
+    def _note(self, number: int, outcome: ApplyOutcome) -> None:
+        with self._lock:
+            self.positions[number] = max(self.positions[number], outcome.position)
+            self.counts.transactions += outcome.transactions
+            self.counts.batches += outcome.batches
+            self.counts.applied.add(outcome.applied)
+            committed_at = None
+            if outcome.committed_at is not None:
+                committed_at = (outcome.committed_at + MICROSECONDS_1970_TO_2000) / 1e6
+            self._sentinel.write_applied(self.position, committed_at)
+            log.debug("applied up to %s", render_lsn(self.position))
+            if self._prunes and time.monotonic() - self._pruned_at > PRUNE_SECONDS:
+                self._prunes(self.position)
+                self._pruned_at = time.monotonic()
+
+
+def stream_name(slot: str, number: int, jobs: int) -> str:
+    """The name of a worker's position on the target."""
+    return f"{slot}" if jobs == 1 else f"{slot}_{jobs}_{number}"

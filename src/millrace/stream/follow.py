@@ -1,0 +1,261 @@
+"""Following a source: receiver and apply together, until the end position.
+
+Invariant: it ends well only when every transaction that ends at or before the end position is on
+the target and none after it; in every other case it ends with an error, or goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+from millrace.clone.engine import Engine
+from millrace.config.dsn import Dsn
+from millrace.errors import WorkDirError
+from millrace.lsn import render_lsn
+from millrace.postgres.connect import APPLICATION, cancel_sessions
+from millrace.postgres.encoding import python_encoding
+from millrace.stream.apply import Applied, OnConflict
+from millrace.stream.apply_task import ApplyTask
+from millrace.stream.catchup import Catchup
+from millrace.stream.receive import ReceiveSettings
+from millrace.stream.receiver import LogSettings, Receiver
+from millrace.stream.sentinel import Sentinel, StreamSetup
+from millrace.stream.spool import SpoolReader, prune
+from millrace.stream.work import Left
+from millrace.workdir.lock import open_lock
+
+log = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.1
+REPORT_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class FollowSettings:
+    """Flags of `millrace follow`, after environment and defaults."""
+
+    source: Dsn
+    target: Dsn
+    directory: Path
+    apply_jobs: int = 1
+    on_conflict: OnConflict = OnConflict.STOP
+    max_spool_bytes: int | None = None
+    max_slot_lag_bytes: int | None = None
+    binary: bool = True
+    # Keep what is applied in the spool, for others who read it.
+    keep_spool: bool = False
+    left: Left = field(default_factory=Left)
+    log: LogSettings = field(default_factory=LogSettings)
+
+
+@dataclass
+class FollowProgress:
+    """Where a stream stands."""
+
+    received_lsn: int = 0
+    flushed_lsn: int = 0
+    applied_lsn: int = 0
+    endpos: int | None = None
+    # Received but not applied.
+    lag_bytes: int = 0
+    # By the source's clock: how old the last applied transaction is, 0 when all is applied.
+    lag_seconds: float = 0.0
+    is_applying: bool = True
+    transactions: int = 0
+    applied: Applied = field(default_factory=Applied)
+    changes_per_second: float = 0.0
+    # At the present rates; None when it does not get nearer.
+    seconds_left: float | None = None
+
+
+class FollowReporter(Protocol):
+    """Shows where a stream stands."""
+
+    def update_follow(self, progress: FollowProgress) -> None: ...
+
+
+@dataclass(frozen=True)
+class FollowResult:
+    """How a stream ended."""
+
+    position: int
+    reached_endpos: bool
+    transactions: int
+    applied: Applied
+
+
+def require_setup(sentinel: Sentinel, directory: Path) -> StreamSetup:
+    """What the stream of this directory was set up for."""
+    setup = sentinel.read_setup()
+    if setup is None:
+        raise WorkDirError(
+            f"no stream is set up in {directory}",
+            hint="check --dir; begin with `millrace clone --follow`, or with `millrace snapshot "
+            "--follow` and a clone, or with `millrace stream setup`",
+        )
+    return setup
+
+
+def receive_settings(settings: FollowSettings, setup: StreamSetup) -> ReceiveSettings:
+    return ReceiveSettings(
+        settings.source,
+        setup.slot_name,
+        setup.plugin,
+        setup.encoding,
+        max_spool_bytes=settings.max_spool_bytes,
+        max_slot_lag_bytes=settings.max_slot_lag_bytes,
+        binary=settings.binary,
+    )
+
+
+def open_catchup(
+    settings: FollowSettings, setup: StreamSetup, engine: Engine, sentinel: Sentinel
+) -> Catchup:
+    """Apply, with its positions on the target made or found."""
+    encoding = python_encoding(setup.encoding)
+    task = ApplyTask(
+        settings.target,
+        setup.slot_name,
+        "",
+        partial(SpoolReader, settings.directory, encoding),
+        setup.encoding,
+        encoding,
+        on_conflict=settings.on_conflict,
+        left=settings.left,
+    )
+    prunes = None if settings.keep_spool else partial(_prune, settings.directory)
+    catchup = Catchup(task, settings.apply_jobs, engine, sentinel, prunes=prunes)
+    # What an earlier process left behind must not hold the positions.
+    cancel_sessions(settings.target, f"{APPLICATION} apply {setup.slot_name}%")
+    catchup.setup(setup.start_lsn)
+    return catchup
+
+
+def follow(
+    settings: FollowSettings,
+    engine: Engine,
+    reporter: FollowReporter,
+    *,
+    receiver: Receiver | None = None,
+) -> FollowResult:
+    """Receive and apply until the end position; a receiver that runs already is taken over."""
+    with open_lock(settings.directory), Sentinel(settings.directory) as sentinel:
+        setup = require_setup(sentinel, settings.directory)
+        engine.start()
+        if receiver is None:
+            receiver = Receiver(receive_settings(settings, setup), settings.directory, settings.log)
+            receiver.start()
+        try:
+            catchup = open_catchup(settings, setup, engine, sentinel)
+            return _Follow(catchup, receiver, sentinel, settings, reporter).run()
+        finally:
+            receiver.stop()
+            if settings.target:
+                cancel_sessions(settings.target, f"{APPLICATION} apply {setup.slot_name}%")
+
+
+class _Follow:
+    def __init__(
+        self,
+        catchup: Catchup,
+        receiver: Receiver,
+        sentinel: Sentinel,
+        settings: FollowSettings,
+        reporter: FollowReporter,
+    ) -> None:
+        self._catchup = catchup
+        self._receiver = receiver
+        self._sentinel = sentinel
+        self._watch = Watch(sentinel, catchup, settings.directory)
+        self._reporter = reporter
+        self._failure: BaseException | None = None
+        self._done = threading.Event()
+
+    def run(self) -> FollowResult:
+        thread = threading.Thread(target=self._apply, name="catchup", daemon=True)
+        thread.start()
+        reached = False
+        try:
+            while not self._done.wait(POLL_SECONDS):
+                if not self._catchup.is_whole.is_set():
+                    received = self._receiver.check()
+                    if received is not None:
+                        reached = received.reached_endpos
+                        log.info("received everything up to %s", render_lsn(received.complete_lsn))
+                        self._catchup.is_whole.set()
+                self._reporter.update_follow(self._watch.look())
+        finally:
+            self._catchup.stop()
+            thread.join()
+        if self._failure is not None:
+            raise self._failure
+        self._reporter.update_follow(self._watch.look())
+        counts = self._catchup.counts
+        return FollowResult(self._catchup.position, reached, counts.transactions, counts.applied)
+
+    def _apply(self) -> None:
+        try:
+            self._catchup.run()
+        except BaseException as error:
+            self._failure = error
+        finally:
+            self._done.set()
+
+
+class Watch:
+    """Reads where a stream stands, and how fast it gets on."""
+
+    def __init__(self, sentinel: Sentinel, catchup: Catchup, directory: Path) -> None:
+        self._sentinel = sentinel
+        self._catchup = catchup
+        self._spool = SpoolReader(directory)
+        self._before = (time.monotonic(), 0, 0)
+        self._progress = FollowProgress()
+        self._looked_at = 0.0
+
+    def look(self) -> FollowProgress:
+        """Not more often than anyone can see."""
+        now = time.monotonic()
+        if now - self._looked_at < REPORT_SECONDS:
+            return self._progress
+        self._looked_at = now
+        state, counts = self._sentinel.read(), self._catchup.counts
+        lag_bytes = self._spool.bytes_after(self._catchup.position)
+        lag_seconds = 0.0
+        if lag_bytes and state.applied_committed_at is not None:
+            lag_seconds = max(0.0, time.time() - state.applied_committed_at)
+        self._progress = FollowProgress(
+            state.received_lsn or 0,
+            state.flushed_lsn or 0,
+            self._catchup.position,
+            state.endpos,
+            lag_bytes,
+            lag_seconds,
+            state.apply,
+            counts.transactions,
+            counts.applied,
+            *self._rates(now, counts.applied.changes, lag_bytes),
+        )
+        return self._progress
+
+    def _rates(self, now: float, changes: int, lag_bytes: int) -> tuple[float, float | None]:
+        """(changes a second, seconds until the lag is gone)."""
+        then, changes_then, lag_then = self._before
+        elapsed = max(now - then, 1e-3)
+        rate = (changes - changes_then) / elapsed
+        shrinking = (lag_then - lag_bytes) / elapsed
+        if elapsed > 5 * REPORT_SECONDS:
+            self._before = (now, changes, lag_bytes)
+        if not lag_bytes:
+            return rate, 0.0
+        return rate, lag_bytes / shrinking if shrinking > 0 else None
+
+
+def _prune(directory: Path, applied_lsn: int) -> None:
+    prune(directory, applied_lsn)

@@ -1,0 +1,538 @@
+"""Replication connection into spool; confirms what is on disk.
+
+Invariant: the flush position we send to the source is never past the last fsync of the spool. The
+source may remove WAL up to that position, so sending it is a promise to never ask again.
+
+A connection that breaks is opened again, for as long as `retry` says that can help; what came of an
+unfinished transaction is cut first, because the source sends it again from its beginning.
+
+Facts: PostgreSQL documentation, "Streaming Replication Protocol", Standby status update;
+walsender.c, ProcessStandbyReplyMessage() and WalSndKeepalive(): a keepalive's position is behind
+everything that was sent before it; snapbuild.c, SnapBuildXactNeedsSkip(): a transaction is sent
+again unless its commit record begins before the position that was asked for.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from millrace import failpoint
+from millrace.config.dsn import Dsn
+from millrace.config.size import render_size
+from millrace.errors import ConnectionLost, InvariantError, MillraceError, ServerError
+from millrace.lsn import render_lsn
+from millrace.postgres.connect import connect
+from millrace.postgres.pgoutput import FRAME_HEADER_BYTES, Messages
+from millrace.postgres.replication import (
+    OBJECT_IN_USE,
+    SILENCE_SECONDS,
+    FrameBuffer,
+    ReplicationStream,
+    encode_feedback,
+    open_replication,
+    read_system_identifier,
+    slot_lost,
+    start_replication,
+    take_other_message,
+)
+from millrace.retry import is_transient, iter_pauses
+from millrace.stream.plugin import Plugin, UnsafeBinary, open_plugin
+from millrace.stream.sentinel import Sentinel
+from millrace.stream.slot import read_slot, require_slot
+from millrace.stream.spool import Writer
+
+log = logging.getLogger(__name__)
+
+FEEDBACK_SECONDS = 10.0
+# While an end position is waited for, the server is asked this often how far it is.
+ASK_SECONDS = 0.5
+# The sentinel is looked at this often.
+CONTROL_SECONDS = 0.25
+# What waits for an fsync: at most so much, for at most so long, and not more often than that.
+SYNC_BYTES = 8 * 1024 * 1024
+SYNC_SECONDS = 0.5
+SYNC_PAUSE_SECONDS = 0.02
+# A busy server sends a packet for each row; waiting this long makes one read of many.
+GATHER_SECONDS = 0.001
+GATHER_BYTES = 64 * 1024
+# An idle source's position is written down this often; asking for a reply does it at once.
+IDLE_SECONDS = 10.0
+SLOT_LAG_SECONDS = 30.0
+# After the limit of the spool, reading begins again when this share of it is free.
+FREE_SHARE = 0.1
+# A source that does not come back for so long is not coming back.
+GIVE_UP_SECONDS = 3600.0
+# A connection that lasted so long was a good one: the pauses begin small again.
+STEADY_SECONDS = 10.0
+
+_PAGE_BYTES = 8192
+_PAGE_HEADER_BYTES = 40
+_BEGIN, _COMMIT = ord("B"), ord("C")
+
+
+@dataclass(frozen=True)
+class ReceiveSettings:
+    """What to receive, and within which limits."""
+
+    source: Dsn
+    slot: str
+    plugin: str = "pgoutput"
+    # The client encoding of what is spooled: the target's, as for the clone.
+    encoding: str = "UTF8"
+    # Receive up to here; the sentinel's is used as well, and can change.
+    endpos: int | None = None
+    max_spool_bytes: int | None = None
+    max_slot_lag_bytes: int | None = None
+    # False keeps to text, whatever the types.
+    binary: bool = True
+    give_up_seconds: float = GIVE_UP_SECONDS
+
+
+@dataclass(frozen=True)
+class Received:
+    """How far a receiver came, and whether that was the end position."""
+
+    end_lsn: int
+    complete_lsn: int
+    reached_endpos: bool
+
+
+class Stop(Protocol):
+    """Told when to stop: threading.Event is one."""
+
+    def is_set(self) -> bool: ...
+
+
+class NeverStop:
+    """Goes on until the end position."""
+
+    def is_set(self) -> bool:
+        return False
+
+
+@dataclass
+class _Clock:
+    """When each of the things was done last that are done every so often."""
+
+    feedback: float = 0.0
+    ask: float = 0.0
+    control: float = 0.0
+    sync: float = 0.0
+    idle: float = 0.0
+    slot_lag: float = field(default_factory=time.monotonic)
+    heard: float = 0.0
+    unsynced: float | None = None
+
+
+class _Patience:
+    """How long a source that does not answer is waited for."""
+
+    def __init__(self, give_up_seconds: float) -> None:
+        self._give_up_seconds = give_up_seconds
+        self._pauses = iter_pauses()
+        self._lost_at: float | None = None
+        self._connected_at: float | None = None
+        self._was_connected = False
+
+    def connected(self) -> None:
+        self._connected_at = time.monotonic()
+        self._was_connected = True
+
+    def after(self, error: MillraceError) -> float:
+        """Seconds to wait before the next attempt, or the error again.
+
+        A source that was never there gets the few attempts that anything gets.
+        """
+        if not _may_retry(error):
+            raise error
+        now = time.monotonic()
+        if self._connected_at is not None:
+            self._lost_at = now
+            if now - self._connected_at > STEADY_SECONDS:
+                self._pauses = iter_pauses(1 << 30)
+            self._connected_at = None
+        if self._lost_at is not None and now - self._lost_at > self._give_up_seconds:
+            raise error
+        pause = next(self._pauses, None)
+        if pause is None and self._was_connected:
+            self._pauses = iter_pauses(1 << 30)
+            pause = next(self._pauses)
+        if pause is None:
+            raise error
+        return pause
+
+
+def receive(
+    settings: ReceiveSettings,
+    spool: Writer,
+    sentinel: Sentinel | None = None,
+    *,
+    stop: Stop | None = None,
+    on_progress: Callable[[int, int], None] = lambda received_lsn, durable_lsn: None,
+) -> Received:
+    """Receive until the end position, or until told to stop."""
+    receiver = _Receiver(settings, spool, sentinel, stop or NeverStop(), on_progress)
+    return receiver.run()
+
+
+class _Receiver:
+    def __init__(
+        self,
+        settings: ReceiveSettings,
+        spool: Writer,
+        sentinel: Sentinel | None,
+        stop: Stop,
+        on_progress: Callable[[int, int], None],
+    ) -> None:
+        self._settings = settings
+        self._spool = spool
+        self._sentinel = sentinel
+        self._stop = stop
+        self._on_progress = on_progress
+        self._buffer = FrameBuffer()
+        self._clock = _Clock()
+        self._patience = _Patience(settings.give_up_seconds)
+        self._binary = settings.binary
+        self._endpos = settings.endpos
+        self._prefetch = True
+        self._applied_lsn = 0
+        self._held: str | None = None
+        self._reached = False
+        # The last position the server has told of, in any way.
+        self._received_lsn = spool.complete_lsn
+        # From a keepalive after which no transaction is open; not yet in the spool.
+        self._idle_lsn = 0
+
+    def run(self) -> Received:
+        """Connect, stream, and connect again after what can go away."""
+        while not self._stop.is_set():
+            self._read_control()
+            if self._is_done():
+                break
+            try:
+                self._connect_and_stream()
+                break
+            except UnsafeBinary as error:
+                log.info("%s: going on in text", error)
+                self._binary = False
+            except MillraceError as error:
+                pause = self._patience.after(error)
+                log.warning("%s; trying again in %.1f seconds", error, pause)
+                self._spool.cut_unfinished()
+                self._sleep(pause)
+        self._spool.cut_unfinished()
+        self._report(self._spool.durable_lsn)
+        return Received(self._spool.last_end_lsn, self._spool.complete_lsn, self._is_done())
+
+    def _connect_and_stream(self) -> None:
+        self._buffer.clear()
+        self._spool.cut_unfinished()
+        self._idle_lsn = 0
+        settings = self._settings
+        with connect(settings.source, "receive") as catalog:
+            state = require_slot(catalog, settings.slot, settings.plugin)
+            self._check_start(state.confirmed_lsn)
+            plugin = open_plugin(
+                settings.plugin,
+                catalog,
+                settings.slot,
+                settings.encoding,
+                binary=self._binary,
+                reconnect=lambda: connect(settings.source, "receive"),
+            )
+        connection = open_replication(settings.source, "receive", settings.encoding)
+        try:
+            self._check_system(read_system_identifier(connection))
+        except BaseException:
+            connection.finish()
+            raise
+        stream = start_replication(
+            connection, settings.slot, self._spool.complete_lsn, plugin.options
+        )
+        try:
+            log.info(
+                "receiving from slot %s after %s, %s",
+                settings.slot,
+                render_lsn(self._spool.complete_lsn),
+                plugin.describe(),
+            )
+            self._clock = _Clock(heard=time.monotonic())
+            self._patience.connected()
+            self._stream(stream, plugin)
+        finally:
+            stream.close()
+
+    def _check_start(self, confirmed_lsn: int) -> None:
+        """Begin where the slot begins; later, nobody else may have moved it."""
+        complete = self._spool.complete_lsn
+        if complete == 0:
+            self._spool.mark_idle(confirmed_lsn)
+            self._spool.sync()
+        elif confirmed_lsn > complete:
+            raise slot_lost(
+                self._settings.slot,
+                f"it stands at {render_lsn(confirmed_lsn)}, but the spool ends at "
+                f"{render_lsn(complete)}: somebody else has read it",
+            )
+
+    def _check_system(self, identifier: str) -> None:
+        """LSNs mean something on one cluster and its standbys only."""
+        setup = self._sentinel.read_setup() if self._sentinel else None
+        if setup is None or self._sentinel is None:
+            return
+        if not setup.system_identifier:
+            self._sentinel.write_system_identifier(identifier)
+        elif setup.system_identifier != identifier:
+            raise ServerError(
+                f"{self._settings.source} is another cluster ({identifier}) than the one this "
+                f"stream began with ({setup.system_identifier})",
+                hint="check --source and --dir",
+            )
+
+    def _stream(self, stream: ReplicationStream, plugin: Plugin) -> None:
+        """Everything between START_REPLICATION and its end."""
+        while True:
+            self._read_control()
+            received = 0 if self._held else stream.read(self._buffer)
+            if received:
+                self._clock.heard = time.monotonic()
+                self._take(plugin)
+            self._sync_if_due(is_quiet=received == 0)
+            if self._is_done() or self._stop.is_set():
+                self._finish(stream)
+                return
+            self._feedback_if_due(stream)
+            if received < GATHER_BYTES and received:
+                time.sleep(GATHER_SECONDS)
+            elif not received:
+                self._wait(stream)
+
+    def _wait(self, stream: ReplicationStream) -> None:
+        """Until there is something to read, or something else to do."""
+        clock = self._clock
+        now = time.monotonic()
+        if self._held:
+            time.sleep(CONTROL_SECONDS)
+            return
+        if now - clock.heard > SILENCE_SECONDS:
+            raise ConnectionLost("receiving from the source: it is silent", sqlstate=None)
+        pause = CONTROL_SECONDS
+        if clock.unsynced is not None:
+            pause = min(pause, max(0.0, clock.sync + SYNC_PAUSE_SECONDS - now))
+        stream.wait(pause)
+
+    def _take(self, plugin: Plugin) -> None:
+        """Pass on the whole frames of the buffer."""
+        while True:
+            messages = self._buffer.scan(any_kind=plugin.is_text)
+            frames = self._buffer.view(messages.consumed)
+            frames, translated = plugin.translate(frames, messages)
+            if len(translated):
+                self._append(frames, translated)
+            self._note_keepalive(messages)
+            if messages.consumed:
+                del frames
+                self._buffer.drop(messages.consumed)
+            if not messages.is_over or self._reached:
+                return
+            if not take_other_message(self._buffer, self._settings.slot):
+                return
+
+    def _append(self, frames: memoryview, messages: Messages) -> None:
+        taken = self._before_endpos(frames, messages)
+        if len(taken):
+            self._spool.append(frames[: taken.consumed], taken)
+            self._received_lsn = max(self._received_lsn, int(taken.lsn.max()))
+            if self._clock.unsynced is None:
+                self._clock.unsynced = time.monotonic()
+        if self._reached:
+            self._spool.cut_unfinished()
+        else:
+            self._idle_lsn = 0
+
+    def _before_endpos(self, frames: memoryview, messages: Messages) -> Messages:
+        """The messages of transactions that end at or before the end position."""
+        if self._endpos is None or self._reached:
+            return messages if not self._reached else messages.slice(0, 0, 0)
+        marks = np.flatnonzero((messages.kind == _BEGIN) | (messages.kind == _COMMIT))
+        for at in marks:
+            offset = int(messages.offset[at])
+            is_begin = messages.kind[at] == _BEGIN
+            # Begin: commit_lsn at 1; Commit: end_lsn at 10.
+            place = offset + (1 if is_begin else 10)
+            lsn = int.from_bytes(frames[place : place + 8], "big")
+            if (is_begin and lsn >= self._endpos) or (not is_begin and lsn > self._endpos):
+                self._reached = True
+                begin = int(at)
+                if not is_begin:
+                    commit = offset + 2
+                    self._idle_lsn = int.from_bytes(frames[commit : commit + 8], "big")
+                    begins = np.flatnonzero(messages.kind[:begin] == _BEGIN)
+                    begin = int(begins[-1]) if len(begins) else 0
+                else:
+                    self._idle_lsn = self._endpos
+                end = int(messages.offset[begin]) - FRAME_HEADER_BYTES
+                return messages.slice(0, begin, end)
+        return messages
+
+    def _note_keepalive(self, messages: Messages) -> None:
+        if messages.wal_end is None or self._reached:
+            return
+        self._received_lsn = max(self._received_lsn, messages.wal_end)
+        if messages.reply_requested:
+            self._clock.feedback = 0.0
+            self._clock.idle = 0.0
+        # Only what came before the keepalive is known to be complete; anything after it opened
+        # a transaction, or ended one beyond it.
+        if not self._spool.is_in_transaction:
+            self._idle_lsn = messages.wal_end
+
+    def _sync_if_due(self, *, is_quiet: bool) -> None:
+        clock, spool = self._clock, self._spool
+        now = time.monotonic()
+        if self._idle_lsn > spool.complete_lsn and not spool.is_in_transaction:
+            is_end = self._endpos is not None and _is_past(self._idle_lsn, self._endpos)
+            if self._reached or is_end or now - clock.idle >= IDLE_SECONDS:
+                spool.mark_idle(self._endpos if is_end and self._endpos else self._idle_lsn)
+                clock.idle = now
+                clock.unsynced = clock.unsynced or now
+        if clock.unsynced is None:
+            return
+        is_due = spool.unsynced_bytes >= SYNC_BYTES or self._reached
+        if spool.complete_lsn > spool.durable_lsn:  # there is something to confirm
+            is_due |= now - clock.unsynced >= SYNC_SECONDS
+            is_due |= is_quiet and now - clock.sync >= SYNC_PAUSE_SECONDS
+        if is_due:
+            before = spool.durable_lsn
+            failpoint.hit("receive.before_sync")
+            spool.sync()
+            failpoint.hit("receive.after_sync")
+            clock.sync, clock.unsynced = time.monotonic(), None
+            if spool.durable_lsn > before:
+                clock.feedback = 0.0
+
+    def _feedback_if_due(self, stream: ReplicationStream) -> None:
+        clock = self._clock
+        now = time.monotonic()
+        is_asking = self._endpos is not None and now - clock.ask >= ASK_SECONDS
+        if not is_asking and now - clock.feedback < FEEDBACK_SECONDS:
+            return
+        self._send_feedback(stream, reply_requested=is_asking)
+        clock.feedback = now
+        if is_asking:
+            clock.ask = now
+
+    def _send_feedback(self, stream: ReplicationStream, *, reply_requested: bool) -> None:
+        durable = self._spool.durable_lsn
+        if durable > self._spool.complete_lsn:
+            raise InvariantError("the spool is said to be on disk beyond its end")
+        failpoint.hit("receive.before_feedback")
+        stream.send(
+            encode_feedback(
+                max(self._received_lsn, durable), durable, reply_requested=reply_requested
+            )
+        )
+        failpoint.hit("receive.after_feedback")
+        self._report(durable)
+
+    def _report(self, durable: int) -> None:
+        self._on_progress(self._received_lsn, durable)
+        if self._sentinel is not None:
+            self._sentinel.write_received(max(self._received_lsn, durable), durable)
+
+    def _finish(self, stream: ReplicationStream) -> None:
+        """Cut, sync, and tell the source before hanging up."""
+        self._spool.cut_unfinished()
+        self._spool.sync()
+        try:
+            self._send_feedback(stream, reply_requested=False)
+        except ConnectionLost as error:
+            log.debug("the last feedback was not sent: %s", error)
+
+    def _is_done(self) -> bool:
+        if self._endpos is None:
+            return False
+        return self._reached or self._spool.durable_lsn >= self._endpos
+
+    def _read_control(self) -> None:
+        """Every so often: look at the sentinel, which people change, and at the limits."""
+        now = time.monotonic()
+        if now - self._clock.control < CONTROL_SECONDS:
+            return
+        self._clock.control = now
+        if self._sentinel is not None:
+            state = self._sentinel.read()
+            self._prefetch = state.prefetch
+            self._applied_lsn = state.applied_lsn or 0
+            endpos = state.endpos if state.endpos is not None else self._settings.endpos
+            if endpos != self._endpos:
+                log.info("end position: %s", render_lsn(endpos) if endpos else "none")
+                self._endpos, self._reached = endpos, False
+        self._hold_back()
+        self._guard_slot_lag(now)
+
+    def _hold_back(self) -> None:
+        """Stop reading while the spool is full or prefetch is off; say so once."""
+        reason = self._over_limit() if self._prefetch else "prefetch is off"
+        if reason and not self._held:
+            log.warning("holding back: %s; the source keeps the changes", reason)
+        if self._held and not reason:
+            log.info("receiving again")
+            self._clock.heard = time.monotonic()
+        self._held = reason
+
+    def _over_limit(self) -> str | None:
+        limit = self._settings.max_spool_bytes
+        if limit is None:
+            return None
+        used = self._spool.bytes
+        mark = limit * (1 - FREE_SHARE) if self._held else limit
+        if used < mark:
+            return None
+        if self._applied_lsn >= self._spool.last_end_lsn:
+            # All there is to apply is applied: only going on can bring the end of what is open.
+            return None
+        return f"the spool has {render_size(used)}, --max-spool is {render_size(limit)}"
+
+    def _guard_slot_lag(self, now: float) -> None:
+        limit = self._settings.max_slot_lag_bytes
+        if limit is None or now - self._clock.slot_lag < SLOT_LAG_SECONDS:
+            return
+        self._clock.slot_lag = now
+        with connect(self._settings.source, "receive") as catalog:
+            state = read_slot(catalog, self._settings.slot)
+        if state is None or state.lag_bytes <= limit:
+            return
+        what = (
+            f"slot {self._settings.slot} makes the source keep {render_size(state.lag_bytes)} of "
+            f"WAL, more than --max-slot-lag {render_size(limit)}"
+        )
+        if self._held:
+            raise ServerError(
+                f"{what}, while {self._held}",
+                hint="make room for the spool or apply faster; to free the source's disk at the "
+                "price of a new clone: `millrace stream cleanup`",
+            )
+        log.warning("%s; still catching up", what)
+
+    def _sleep(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and not self._stop.is_set():
+            time.sleep(min(0.1, seconds))
+
+
+def _may_retry(error: MillraceError) -> bool:
+    """A slot in use is left by a walsender that does not know yet that its receiver is gone."""
+    return is_transient(error) or error.facts.get("sqlstate") == OBJECT_IN_USE
+
+
+def _is_past(lsn: int, endpos: int) -> bool:
+    """Whether a position the server has come to is the end position: at the end of a page the
+    next record begins only after the next page's header."""
+    return lsn >= endpos or (lsn % _PAGE_BYTES == 0 and endpos - lsn <= _PAGE_HEADER_BYTES)

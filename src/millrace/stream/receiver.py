@@ -1,0 +1,141 @@
+"""The receiver as a process of its own, watched over by the one that follows.
+
+Invariant: the process ends when its owner ends, however that happens; if it is killed it is
+started again, and goes on from what is in the spool.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from millrace.errors import MillraceError, ServerError
+from millrace.log import setup_logging
+from millrace.retry import iter_pauses
+from millrace.stream.receive import Received, ReceiveSettings, receive
+from millrace.stream.sentinel import Sentinel
+from millrace.stream.spool import SpoolWriter
+
+log = logging.getLogger(__name__)
+
+STOP_SECONDS = 30.0
+# A receiver that lives so long was not killed by what it does.
+STEADY_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class LogSettings:
+    """How the other process logs."""
+
+    verbose: int = 0
+    quiet: bool = False
+    as_json: bool = False
+
+
+class Receiver:
+    """Starts the process, and says how it ended."""
+
+    def __init__(self, settings: ReceiveSettings, directory: Path, log_settings: LogSettings):
+        self._arguments = (settings, directory, log_settings)
+        self._process: Any = None
+        self._link: Connection | None = None
+        self._started_at = 0.0
+        self._pauses = iter_pauses(1 << 30)
+        self._restart_at: float | None = None
+
+    def start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._link, theirs = context.Pipe()
+        self._process = context.Process(
+            target=_child, args=(*self._arguments, theirs), name="millrace receive", daemon=True
+        )
+        self._process.start()
+        theirs.close()
+        self._started_at = time.monotonic()
+        self._restart_at = None
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process else None
+
+    def check(self) -> Received | None:
+        """How it ended, once it has: raises its error; starts it again if it was killed."""
+        if self._restart_at is not None:
+            if time.monotonic() >= self._restart_at:
+                self.start()
+            return None
+        told = self._told()
+        if told is None and self._process.exitcode is None:
+            return None
+        told = told or self._told()
+        if isinstance(told, Received):
+            return told
+        if isinstance(told, MillraceError):
+            raise told
+        if time.monotonic() - self._started_at > STEADY_SECONDS:
+            self._pauses = iter_pauses(1 << 30)
+        pause = next(self._pauses)
+        log.warning(
+            "the receiver was killed (exit code %s); starting it again in %.1f s",
+            self._process.exitcode,
+            pause,
+        )
+        self._restart_at = time.monotonic() + pause
+        return None
+
+    def stop(self) -> None:
+        """Tell it to stop, and wait until it has."""
+        if self._process is None:
+            return
+        if self._link is not None:
+            self._link.close()
+        self._process.join(STOP_SECONDS)
+        if self._process.exitcode is None:
+            self._process.kill()
+            self._process.join()
+
+    def _told(self) -> Any:
+        assert self._link is not None
+        try:
+            return self._link.recv() if self._link.poll() else None
+        except (EOFError, ConnectionResetError):
+            self._process.join(1.0)
+            return None
+
+
+def _child(
+    settings: ReceiveSettings, directory: Path, log_settings: LogSettings, link: Connection
+) -> None:
+    # Ctrl-C reaches all processes of a terminal; it is the owner who decides.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    setup_logging(
+        verbose=log_settings.verbose, quiet=log_settings.quiet, as_json=log_settings.as_json
+    )
+    stop = threading.Event()
+    threading.Thread(target=_watch, args=(link, stop.set), daemon=True).start()
+    try:
+        with Sentinel(directory) as sentinel, SpoolWriter(directory) as spool:
+            link.send(receive(settings, spool, sentinel, stop=stop))
+    except MillraceError as error:
+        link.send(error)
+    except BrokenPipeError:
+        log.debug("the owner is gone")
+    except Exception as error:
+        log.exception("the receiver failed")
+        link.send(ServerError(f"the receiver failed: {type(error).__name__}: {error}"))
+
+
+def _watch(link: Connection, stop: Callable[[], None]) -> None:
+    """The owner says nothing; when its end of the link closes, it wants us to stop, or is dead."""
+    try:
+        link.recv()
+    except (EOFError, OSError):
+        stop()

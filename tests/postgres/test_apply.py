@@ -10,6 +10,8 @@ from tests.fixtures.stream_pair import StreamPair
 
 from millrace.errors import ApplyError
 from millrace.stream.apply import OnConflict
+from millrace.stream.position import drop_position, setup_position
+from millrace.stream.work import Left, Share
 
 
 @pytest.fixture(params=[True, False], ids=["binary", "text"])
@@ -409,3 +411,85 @@ def test_overwriting_conflicts_ends_equal(pair: StreamPair) -> None:
     )
     pair.follow(on_conflict=OnConflict.OVERWRITE)
     pair.assert_equal()
+
+
+@pytest.mark.parametrize("identity", ["DEFAULT", "FULL"])
+def test_filters_hold_for_changes(pair: StreamPair, identity: str) -> None:
+    pair.begin(
+        "CREATE TABLE kept (id int PRIMARY KEY, v1 int, secret text, n text)",
+        f"ALTER TABLE kept REPLICA IDENTITY {identity}",
+        "CREATE TABLE loose (a int, b text)",
+        "ALTER TABLE loose REPLICA IDENTITY FULL",
+        "CREATE TABLE gone (id int PRIMARY KEY)",
+    )
+    left = Left(
+        tables=frozenset({("public", "gone")}),
+        columns={("public", "kept"): frozenset({"secret"})},
+        where={("public", "kept"): "v1 > 10 AND n <> 'no'", ("public", "loose"): "a > 0"},
+    )
+    pair.target.execute("DROP TABLE gone")
+    pair.run(
+        "INSERT INTO kept SELECT i, i, 's', 'yes' FROM generate_series(1, 30) i",
+        "INSERT INTO loose VALUES (1, 'x'), (1, 'x'), (0, 'y'), (NULL, 'z')",
+        "INSERT INTO gone VALUES (1)",
+    )
+    pair.follow(left=left)
+    pair.run(
+        "UPDATE kept SET v1 = v1 + 5 WHERE id < 8",
+        "UPDATE kept SET v1 = v1 - 20 WHERE id BETWEEN 20 AND 25",
+        "UPDATE kept SET n = 'no' WHERE id = 28",
+        "UPDATE kept SET id = id + 100 WHERE id IN (9, 15)",
+        "DELETE FROM kept WHERE id IN (2, 18)",
+        "DELETE FROM loose WHERE ctid = (SELECT min(ctid) FROM loose WHERE a = 1)",
+        "UPDATE loose SET a = 2 WHERE a = 0",
+        "UPDATE loose SET a = -1 WHERE a = 1",
+        "TRUNCATE gone",
+    )
+    pair.follow(left=left)
+    query = "SELECT id, v1, n FROM kept WHERE v1 > 10 AND n <> 'no' ORDER BY id"
+    there = pair.target.execute("SELECT id, v1, n FROM kept ORDER BY id").fetchall()
+    assert there == pair.source.execute(query).fetchall()
+    assert pair.target.execute("SELECT count(secret) FROM kept").fetchone() == (0,)
+    assert pair.target.execute("SELECT * FROM loose ORDER BY a").fetchall() == [(2, "y")]
+
+
+def test_a_row_that_comes_into_the_filter_without_all_its_values_stops(pair: StreamPair) -> None:
+    pair.begin(
+        "CREATE TABLE document (id int PRIMARY KEY, size int, body text)",
+        "ALTER TABLE document ALTER body SET STORAGE EXTERNAL",
+    )
+    left = Left(where={("public", "document"): "size > 1"})
+    pair.run("INSERT INTO document VALUES (1, 1, repeat('x', 9000)), (2, 0, repeat('y', 9000))")
+    pair.follow(left=left)
+    pair.run("UPDATE document SET size = 1 WHERE id = 2")
+    pair.follow(left=left)
+    pair.run("UPDATE document SET size = 2 WHERE id = 1")
+    with pytest.raises(ApplyError, match="comes into the filter"):
+        pair.follow(left=left)
+
+
+def test_tables_of_several_workers(pair: StreamPair) -> None:
+    names = [f"t{number}" for number in range(8)]
+    pair.begin(
+        *(f"CREATE TABLE {name} (id int PRIMARY KEY, v int)" for name in names),
+        "ALTER TABLE t1 ADD FOREIGN KEY (v) REFERENCES t0",
+    )
+    assert pair.task is not None
+    first, second = (f"{pair.slot}_{number}" for number in range(2))
+    for name in (first, second):
+        setup_position(pair.target, name, pair.apply().position)
+    pair.run(
+        *(f"INSERT INTO {name} SELECT i, i FROM generate_series(1, 50) i" for name in names),
+        "TRUNCATE " + ", ".join(names[:4]),
+        *(f"INSERT INTO {name} VALUES (1, NULL)" for name in names[:4]),
+    )
+    pair.receive()
+    try:
+        for number, name in enumerate((first, second)):
+            outcome = pair.apply(stream=name, share=Share(number, 2))
+            assert outcome.error is None
+            assert outcome.applied.inserted > 0
+        pair.assert_equal()
+    finally:
+        for name in (first, second):
+            drop_position(pair.target, name)

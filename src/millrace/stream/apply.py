@@ -126,7 +126,7 @@ class Applier:
     def _delete(self, plan: TablePlan, staged: StagedRows) -> None:
         self._fill(plan, "d", staged)
         deleted = self._touch(plan.delete())
-        if deleted != len(staged):
+        if deleted != len(staged) and not plan.where:
             self._note_missing(plan, "d", staged, deleted, "delete")
         self.applied.deleted += deleted
 
@@ -136,14 +136,35 @@ class Applier:
             return
         self._fill(plan, "u", staged)
         missing: list[int] = []
-        if self._on_conflict is not OnConflict.STOP and not plan.is_multiset:
+        if plan.where or (self._on_conflict is not OnConflict.STOP and not plan.is_multiset):
             missing = self._numbers(plan.missing("u"))
         updated = self._update_rows(plan, staged, lambda: self._touch(plan.update(columns)))
-        if updated != len(staged):
+        if plan.where:
+            self._move_through_filter(plan, staged, missing)
+        elif updated != len(staged):
             self._note_missing(plan, "u", staged, updated, "update")
             if missing and self._on_conflict is OnConflict.OVERWRITE:
                 self._insert_missing(plan, staged, missing)
         self.applied.updated += updated
+
+    def _move_through_filter(self, plan: TablePlan, staged: StagedRows, missing: list[int]) -> None:
+        """Updated rows that no longer meet the condition go, those that now do come."""
+        self.applied.deleted += self._touch(plan.delete_left())
+        if not missing:
+            return
+        entering = f"s.n IN ({', '.join(map(str, missing))}) AND {plan.is_kept('u')}"
+        if not staged.unchanged:
+            self.applied.inserted += self._touch(plan.insert_staged("u", entering))
+            return
+        counted = self._numbers(f"SELECT count(*) FROM {plan.stage('u')} AS s WHERE {entering}")
+        if counted[0] or plan.mentions(staged.unchanged):
+            raise ApplyError(
+                f"{plan.label}: a row comes into the filter, and not all of it was sent",
+                hint="an out-of-line value that did not change is not part of an update: ALTER"
+                f" TABLE {plan.name} REPLICA IDENTITY FULL on the source",
+                table=plan.label,
+                lsn=render_lsn(int(staged.lsn[missing[0]])),
+            )
 
     def _update_rows(self, plan: TablePlan, staged: StagedRows, update: Callable[[], int]) -> int:
         must_lift = staged.is_key_changed and any(c.target.is_identity_always for c in plan.key)
@@ -191,8 +212,9 @@ class Applier:
                     _log_conflict(plan, "insert", staged, replaced, "the rows in its way replaced")
         skips = self._on_conflict is OnConflict.SKIP
         conflict = " ON CONFLICT DO NOTHING" if skips else ""
-        stored = self._touch(plan.insert_staged(conflict=conflict))
-        if stored != len(staged):
+        condition = plan.is_kept("i") if plan.where else ""
+        stored = self._touch(plan.insert_staged("i", condition, conflict))
+        if stored != len(staged) and not plan.where:
             self.applied.skipped += len(staged) - stored
             _log_conflict(plan, "insert", staged, len(staged) - stored, "skipped")
         self.applied.inserted += stored

@@ -61,6 +61,16 @@ class NetChanges:
     def __len__(self) -> int:
         return len(self.deleted) + len(self.updated) + len(self.inserted)
 
+    def without_updates(self) -> NetChanges:
+        """Each update as a delete and an insert, for lines that are known whole."""
+        return NetChanges(
+            self.buffer,
+            _joined(self.deleted, self.updated),
+            self.updated.take(np.zeros(0, np.int64)),
+            self.is_key_changed[:0],
+            _joined(self.inserted, _without_before(self.updated)),
+        )
+
 
 def fold(rows: Rows, key: Numbers, *, is_multiset: bool) -> NetChanges:
     """Fold changes; `key` are the numbers of the columns that tell rows apart.
@@ -112,6 +122,20 @@ def fold(rows: Rows, key: Numbers, *, is_multiset: bool) -> NetChanges:
         moved[updated],
         _without_before(whole.take(np.flatnonzero(alive & begins))),
     )
+
+
+def _joined(first: Lines, second: Lines) -> Lines:
+    return Lines(
+        _below(first.before, second.before),
+        _below(first.after, second.after),
+        np.concatenate((first.lsn, second.lsn)),
+    )
+
+
+def _below(upper: Values, lower: Values) -> Values:
+    if not len(upper):
+        return lower
+    return Values(np.vstack((upper.at, lower.at)), np.vstack((upper.size, lower.size)))
 
 
 def _values(rows: int, columns: int) -> Values:

@@ -174,15 +174,28 @@ def read_position(connection: Connection, name: str) -> int | None:
 def drop_position(connection: Connection, name: str) -> bool:
     """Forget the stream; whether there was anything to forget."""
     with translated("removing the position on the target"):
-        dropped = connection.execute(
-            "SELECT pg_replication_origin_drop(roname) FROM pg_replication_origin"
-            " WHERE roname = %s",
-            (name,),
-        ).fetchone()
+        dropped = _drop_origin(connection, name)
         if read_position(connection, name) is not None:
             connection.execute(f"DELETE FROM {TABLE} WHERE stream = %s", (name,))
             return True
-    return dropped is not None
+    return dropped
+
+
+def _drop_origin(connection: Connection, name: str) -> bool:
+    deadline = time.monotonic() + TAKE_OVER_SECONDS
+    while True:
+        try:
+            found = connection.execute(
+                "SELECT pg_replication_origin_drop(roname) FROM pg_replication_origin"
+                " WHERE roname = %s",
+                (name,),
+            ).fetchone()
+            return found is not None
+        except psycopg.errors.ObjectInUse:
+            # A session that has just ended may not be gone yet.
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
 
 
 def _end_older(session: PGconn, error: MillraceError) -> None:

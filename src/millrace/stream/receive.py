@@ -58,9 +58,12 @@ CONTROL_SECONDS = 0.25
 SYNC_BYTES = 8 * 1024 * 1024
 SYNC_SECONDS = 0.5
 SYNC_PAUSE_SECONDS = 0.02
-# A busy server sends a packet for each row; waiting this long makes one read of many.
-GATHER_SECONDS = 0.001
-GATHER_BYTES = 64 * 1024
+# A busy server sends a packet for each row. Pauses this long make one read of many, and are too
+# short for the packets to fill a socket, which holds a few hundred; what was read is looked at
+# when there is enough of it, or after so long.
+GATHER_PAUSE_SECONDS = 0.0002
+GATHER_BYTES = 256 * 1024
+GATHER_SECONDS = 0.01
 # An idle source's position is written down this often; asking for a reply does it at once.
 IDLE_SECONDS = 10.0
 SLOT_LAG_SECONDS = 30.0
@@ -299,7 +302,7 @@ class _Receiver:
         """Everything between START_REPLICATION and its end."""
         while True:
             self._read_control()
-            received = 0 if self._held else stream.read(self._buffer)
+            received = 0 if self._held else self._gather(stream)
             if received:
                 self._clock.heard = time.monotonic()
                 self._take(plugin)
@@ -308,10 +311,22 @@ class _Receiver:
                 self._finish(stream)
                 return
             self._feedback_if_due(stream)
-            if received < GATHER_BYTES and received:
-                time.sleep(GATHER_SECONDS)
-            elif not received:
+            if not received:
                 self._wait(stream)
+
+    def _gather(self, stream: ReplicationStream) -> int:
+        """Read until there is enough to look at, or nothing more for now."""
+        received = stream.read(self._buffer)
+        if not received:
+            return 0
+        until = time.monotonic() + GATHER_SECONDS
+        while self._buffer.filled < GATHER_BYTES and time.monotonic() < until:
+            time.sleep(GATHER_PAUSE_SECONDS)
+            more = stream.read(self._buffer)
+            if not more:
+                break
+            received += more
+        return received
 
     def _wait(self, stream: ReplicationStream) -> None:
         """Until there is something to read, or something else to do."""

@@ -51,6 +51,8 @@ class TablePlan:
     is_binary: bool
     # Distinguishes the stages of several plans of one session.
     number: int
+    # Only rows that meet this condition belong on the target; empty for all.
+    where: str = ""
 
     @cached_property
     def name(self) -> str:
@@ -62,7 +64,7 @@ class TablePlan:
 
     @property
     def can_insert_directly(self) -> bool:
-        return all(column.is_direct for column in self.columns)
+        return not self.where and all(column.is_direct for column in self.columns)
 
     @property
     def can_trade_values(self) -> bool:
@@ -128,6 +130,35 @@ class TablePlan:
             f" ORDER BY s.n{conflict}"
         )
 
+    def is_kept(self, kind: str) -> str:
+        """A condition on stage rows: their values meet the table's condition."""
+        values = ", ".join(
+            f"w.{self._value(column)} AS {ident(column.target.name)}" for column in self.columns
+        )
+        return (
+            f"s.n IN (SELECT q.millrace_n FROM (SELECT w.n AS millrace_n, {values}"
+            f" FROM {self.stage(kind)} AS w) AS q WHERE ({self.where}))"
+        )
+
+    def mentions(self, places: frozenset[int]) -> bool:
+        """Whether the condition may depend on one of these columns."""
+        names = [column.target.name for column in self.columns if column.place in places]
+        return any(name.lower() in self.where.lower() for name in names)
+
+    def delete_left(self) -> str:
+        """Rows of the update stage that no longer meet the condition."""
+        matches = [
+            self._equal(column.target.name, f"s.{self._value(column)}", "r") for column in self.key
+        ]
+        # In the innermost query no name of the stage is in the condition's way.
+        return (
+            f"DELETE FROM {self._only} AS t USING"
+            f" (SELECT tableoid AS place_table, ctid AS place FROM {self._only}"
+            f" WHERE ({self.where}) IS NOT TRUE) AS l, {self._only} AS r, {self.stage('u')} AS s"
+            f" WHERE t.tableoid = l.place_table AND t.ctid = l.place"
+            f" AND r.tableoid = t.tableoid AND r.ctid = t.ctid AND {' AND '.join(matches)}"
+        )
+
     def delete_blocking(self, kind: str) -> list[str]:
         """Rows of the table that hold a unique value of a stage row; one statement for each key."""
         places = {column.target.name: self._value(column) for column in self.columns}
@@ -188,12 +219,12 @@ class TablePlan:
     def _value(self, column: MappedColumn) -> str:
         return f"v{self.columns.index(column) + 1}"
 
-    def _equal(self, name: str, value: str) -> str:
+    def _equal(self, name: str, value: str, row: str = "t") -> str:
         column = self.table.column(name)
         assert column is not None
         if column.equality is None:
-            return f"t.{ident(name)}::text = {value}::text"
-        return f"t.{ident(name)} {column.equality} {value}"
+            return f"{row}.{ident(name)}::text = {value}::text"
+        return f"{row}.{ident(name)} {column.equality} {value}"
 
     @cached_property
     def _key_match(self) -> str:
@@ -235,9 +266,11 @@ def plan_table(
     is_binary: bool,
     type_names: Mapping[int, str],
     excluded: frozenset[str] = frozenset(),
+    where: str = "",
     number: int = 0,
 ) -> TablePlan:
-    """How changes of this version of a table are applied; `excluded` columns are left out."""
+    """How changes of this version of a table are applied; `excluded` columns are left out, and
+    rows that do not meet `where`."""
     columns = []
     for place, column in enumerate(relation.columns):
         target = table.column(column.name)
@@ -251,7 +284,7 @@ def plan_table(
             )
         columns.append(_map_column(place, column, target, is_binary, type_names))
     key, is_multiset = _choose_key(relation, table, columns)
-    return TablePlan(relation, table, tuple(columns), key, is_multiset, is_binary, number)
+    return TablePlan(relation, table, tuple(columns), key, is_multiset, is_binary, number, where)
 
 
 def _map_column(

@@ -77,6 +77,8 @@ class Left:
 
     tables: frozenset[tuple[str, str]] = frozenset()
     columns: Mapping[tuple[str, str], frozenset[str]] = field(default_factory=dict)
+    # Conditions that rows must meet to be on the target.
+    where: Mapping[tuple[str, str], str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -132,12 +134,14 @@ class Preparer:
         table = self._table(relation)
         if table is None:
             return None
+        name = relation.schema, relation.name
         return plan_table(
             relation,
             table,
             is_binary=is_binary,
             type_names=self._names_of(relation),
-            excluded=self._left.columns.get((relation.schema, relation.name), frozenset()),
+            excluded=self._left.columns.get(name, frozenset()),
+            where=self._left.where.get(name, ""),
             number=len(self._plans) + 1,
         )
 
@@ -165,6 +169,8 @@ class Preparer:
     def _table_work(self, plan: TablePlan, section: TableRows) -> TableWork:
         key = np.array([column.place for column in plan.key], np.int64)
         net = fold(section.rows, key, is_multiset=plan.is_multiset)
+        if plan.where and plan.is_multiset:
+            net = net.without_updates()
         places = np.array([column.place for column in plan.columns], np.int64)
         is_direct = plan.can_insert_directly and not self._staged_inserts
         stage = _Encoder(net.buffer, plan.is_binary, numbered=True)

@@ -9,9 +9,9 @@ import pytest
 from tests.fixtures.stream_pair import StreamPair
 
 from millrace.errors import ApplyError
-from millrace.stream.apply import OnConflict
 from millrace.stream.position import drop_position, setup_position
-from millrace.stream.work import Left, Share
+from millrace.stream.settings import Left, OnConflict
+from millrace.stream.work import Share
 
 
 @pytest.fixture(params=[True, False], ids=["binary", "text"])

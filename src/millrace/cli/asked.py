@@ -14,6 +14,18 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from millrace.cli import options
+from millrace.cli.follow import (
+    STREAM,
+    ApplyJobs,
+    Conflict,
+    EndPos,
+    KeepSpool,
+    MaxSlotLag,
+    MaxSpool,
+    MetricsPort,
+    NoBinary,
+    follow_settings,
+)
 from millrace.cli.options import COPY, WHAT
 from millrace.clone.schema import SchemaSettings
 from millrace.clone.settings import CloneSettings
@@ -22,6 +34,7 @@ from millrace.clone.step import ALL, Step
 from millrace.config.size import parse_size
 from millrace.errors import ConfigError
 from millrace.spark.session import Engine, default_master, parse_conf
+from millrace.stream.settings import FollowSettings, LogSettings, OnConflict
 
 
 def _jobs(name: str, text: str) -> Any:
@@ -138,6 +151,25 @@ class Asked:
             help="Nobody writes to the source: go on under another snapshot than before.",
         ),
     ] = False
+    follow: Annotated[
+        bool,
+        typer.Option(
+            "--follow",
+            help="Make a replication slot, copy its snapshot, then apply every change since, until "
+            "--endpos or `millrace cutover`.",
+            rich_help_panel=STREAM,
+        ),
+    ] = False
+    slot_name: options.SlotName = "millrace"
+    plugin: options.Plugin = "pgoutput"
+    endpos: EndPos = ""
+    apply_jobs: ApplyJobs = 1
+    on_conflict: Conflict = OnConflict.STOP
+    max_spool: MaxSpool = "0"
+    max_slot_lag: MaxSlotLag = "0"
+    keep_spool: KeepSpool = False
+    no_binary: NoBinary = False
+    metrics_port: MetricsPort = None
     master: options.Master = ""
     conf: options.Conf = field(default_factory=list)
     is_dry_run: Annotated[
@@ -180,9 +212,26 @@ class Asked:
             not_consistent=self.not_consistent,
         )
 
+    def follow_settings(self) -> FollowSettings:
+        """What the stream after the clone has to know."""
+        return follow_settings(
+            source=self.source,
+            target=self.target,
+            directory=self.directory,
+            filters=self.filters,
+            apply_jobs=self.apply_jobs,
+            on_conflict=self.on_conflict,
+            max_spool=self.max_spool,
+            max_slot_lag=self.max_slot_lag,
+            keep_spool=self.keep_spool,
+            no_binary=self.no_binary,
+            log=LogSettings(self.verbose, self.quiet, self.log_json),
+        )
+
     def engine(self) -> Engine:
         """Spark with a slot for each job; not started yet."""
         slots = self.table_jobs + (0 if self.skip_large_objects else self.large_objects_jobs)
+        slots = max(slots, self.apply_jobs)
         master = self.master or default_master(slots)
         return Engine(master, parse_conf(self.conf), self.directory / "spark.log")
 

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from millrace.cli.asked import Asked
 from millrace.cli.display import console, open_display, print_summary
+from millrace.cli.follow import open_follow_display, print_follow, set_endpos
 from millrace.clone.plan import Plan, plan_packs
 from millrace.clone.run import CloneResult, dry_run
 from millrace.clone.run import clone as run_clone
@@ -17,6 +18,7 @@ from millrace.clone.settings import CloneSettings
 from millrace.config.size import render_size
 from millrace.log import setup_logging
 from millrace.spark.session import parse_conf
+from millrace.stream.settings import SlotSettings
 
 
 def clone(asked: Asked) -> None:
@@ -30,8 +32,11 @@ def clone(asked: Asked) -> None:
     table start as soon as it is copied. A table above --split-tables-larger-than is copied in
     several parts at once.
 
+    With --follow the copy is the beginning: changes since its snapshot are received while it
+    runs, and applied after it, until the end position.
+
     Exit codes: 2 wrong option, 3 a server is not ready (preflight), 4 work directory,
-    5 a server failed, 70 a bug.
+    5 a server failed, 7 a change could not be applied, 70 a bug.
     """
     setup_logging(verbose=asked.verbose, quiet=asked.quiet, as_json=asked.log_json)
     settings = asked.settings()
@@ -39,7 +44,29 @@ def clone(asked: Asked) -> None:
     if asked.is_dry_run:
         print_plan(dry_run(settings), jobs=asked.table_jobs, as_json=asked.as_json)
         return
-    run_and_tell(asked, settings)
+    if asked.follow:
+        _clone_and_follow(asked, settings)
+    else:
+        run_and_tell(asked, settings)
+
+
+def _clone_and_follow(asked: Asked, settings: CloneSettings) -> None:
+    # Numba takes half a second: only those who need it wait for it.
+    from millrace.stream.clone_follow import clone_and_follow
+
+    def tell(result: CloneResult) -> None:
+        if result.summary is not None and not asked.as_json and not asked.quiet:
+            print_summary(result.summary)
+
+    slot = SlotSettings(asked.slot_name, asked.plugin)
+    follow_settings = asked.follow_settings()
+    set_endpos(asked.directory, asked.endpos)
+    with (
+        asked.engine() as engine,
+        open_follow_display(quiet=asked.quiet, metrics_port=asked.metrics_port) as display,
+    ):
+        result = clone_and_follow(settings, follow_settings, slot, engine, display, on_cloned=tell)
+    print_follow(result, as_json=asked.as_json, quiet=asked.quiet)
 
 
 def run_and_tell(asked: Asked, settings: CloneSettings) -> None:

@@ -20,6 +20,8 @@ from rich.text import Text
 from millrace.clone.progress import Progress, RunningCopy, RunningIndex
 from millrace.clone.summary import Summary
 from millrace.config.size import render_size
+from millrace.lsn import render_lsn
+from millrace.stream.progress import FollowProgress
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +51,9 @@ class Display(AbstractContextManager["Display"]):
     def update(self, progress: Progress) -> None:
         """Take note of where the run stands."""
 
+    def update_follow(self, progress: FollowProgress) -> None:
+        """Take note of where the stream stands."""
+
 
 class LineDisplay(Display):
     """A log line now and then."""
@@ -61,6 +66,12 @@ class LineDisplay(Display):
             return
         self._last = time.monotonic()
         log.info("%s", render_line(progress))
+
+    def update_follow(self, progress: FollowProgress) -> None:
+        if time.monotonic() - self._last < LINES_EVERY_SECONDS:
+            return
+        self._last = time.monotonic()
+        log.info("%s", render_follow(progress))
 
 
 class LiveDisplay(Display):
@@ -78,6 +89,9 @@ class LiveDisplay(Display):
 
     def update(self, progress: Progress) -> None:
         self._live.update(render_block(progress))
+
+    def update_follow(self, progress: FollowProgress) -> None:
+        self._live.update(render_follow_block(progress))
 
 
 def render_line(progress: Progress) -> str:
@@ -108,6 +122,42 @@ def render_block(progress: Progress) -> Group:
     ]
     lines += running_lines(progress.running_copies, progress.running_indexes)
     return Group(*lines)
+
+
+def render_follow(progress: FollowProgress) -> str:
+    """Where a stream stands, in one line."""
+    parts = [
+        f"received {render_lsn(progress.received_lsn)}",
+        f"spooled {render_lsn(progress.flushed_lsn)}",
+        f"applied {render_lsn(progress.applied_lsn)}",
+        f"{progress.changes_per_second:,.0f} changes/s",
+    ]
+    if progress.lag_bytes:
+        behind = f"{render_size(progress.lag_bytes)} and {render_seconds(progress.lag_seconds)}"
+        parts.append(f"{behind} behind")
+        if progress.seconds_left is not None:
+            parts.append(f"{render_seconds(progress.seconds_left)} to catch up")
+    else:
+        parts.append("nothing to apply")
+    if not progress.is_applying:
+        parts.append("apply is off")
+    if progress.endpos is not None:
+        parts.append(f"ends at {render_lsn(progress.endpos)}")
+    return ", ".join(parts)
+
+
+def render_follow_block(progress: FollowProgress) -> Group:
+    """The live view of a stream."""
+    done = progress.applied
+    return Group(
+        Text(render_follow(progress), style="bold"),
+        Text(
+            f"  {progress.transactions:,} transactions, {done.changes:,} changes:"
+            f" {done.inserted:,} inserted, {done.updated:,} updated, {done.deleted:,} deleted"
+            + (f", {done.skipped:,} skipped" if done.skipped else "")
+            + (f", {done.overwritten:,} overwritten" if done.overwritten else "")
+        ),
+    )
 
 
 def running_lines(copies: list[tuple[str, RunningCopy]], indexes: list[RunningIndex]) -> list[Text]:

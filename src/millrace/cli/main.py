@@ -19,7 +19,7 @@ from typing import Any
 import typer
 
 from millrace import __version__
-from millrace.cli import asked, clone, compare, copy, demo, list_, snapshot
+from millrace.cli import asked, clone, compare, copy, demo, follow, list_, snapshot
 from millrace.errors import ConfigError, InvariantError, MillraceError, MismatchError
 from millrace.log import redact
 
@@ -40,6 +40,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 app.command("clone")(asked.command(clone.clone))
+app.command("follow")(follow.follow)
+app.command("cutover")(follow.cutover)
 app.command("demo")(demo.demo)
 app.command("snapshot")(snapshot.snapshot)
 app.add_typer(copy.copy_app, name="copy")

@@ -70,6 +70,16 @@ Conf = Annotated[
     list[str],
     typer.Option("--conf", metavar="K=V", help="A Spark setting; may be given again."),
 ]
+SlotName = Annotated[
+    str, typer.Option(envvar="MILLRACE_SLOT_NAME", help="Name of the slot, with --follow.")
+]
+Plugin = Annotated[
+    str,
+    typer.Option(
+        envvar="MILLRACE_PLUGIN",
+        help="Output plugin, with --follow: pgoutput, test_decoding or wal2json.",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Verbose = Annotated[int, typer.Option("--verbose", "-v", count=True, help="Log more.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Log only warnings and errors.")]

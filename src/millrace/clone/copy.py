@@ -174,6 +174,7 @@ class _Pair:
         failpoint.hit("copy.before-commit")
         if part.after:
             execute(self._target, part.after)
+            failpoint.hit("large-objects.stored")
         seconds = time.monotonic() - started
         execute(
             self._target,

@@ -69,7 +69,9 @@ def finish_index(connection: Connection, index: Index, table: Table) -> None:
             and not index.built_whole
             and not _constraint_exists(connection, index, table)
         ):
+            failpoint.hit("constraint.begin")
             connection.execute(constraint_statement(index, table))
+            failpoint.hit("constraint.done")
         for statement in index.after:
             connection.execute(statement)
 

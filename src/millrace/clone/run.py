@@ -12,11 +12,12 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 import psycopg
@@ -38,6 +39,7 @@ from millrace.clone.restore import (
     open_archive,
     plan_lists,
     restore,
+    restored,
 )
 from millrace.clone.roles import copy_roles
 from millrace.clone.sequence import set_sequences
@@ -47,7 +49,13 @@ from millrace.clone.step import Step
 from millrace.clone.summary import Summary, write_summary
 from millrace.clone.target import drop_existing, set_database_properties
 from millrace.clone.vacuum import analyze_partitioned
-from millrace.errors import MillraceError, PreflightError, SnapshotLost, WorkDirError
+from millrace.errors import (
+    MillraceError,
+    PreflightError,
+    ServerError,
+    SnapshotLost,
+    WorkDirError,
+)
 from millrace.postgres import record
 from millrace.postgres.binaries import Installation, find_tools
 from millrace.postgres.connect import (
@@ -58,6 +66,7 @@ from millrace.postgres.connect import (
     server_encoding,
     translated,
 )
+from millrace.postgres.quote import qualified
 from millrace.relation import SourceCatalog
 from millrace.snapshot.export import HeldSnapshot, open_snapshot
 from millrace.snapshot.holder import read_held
@@ -96,6 +105,19 @@ def clone(settings: CloneSettings, engine: Engine, reporter: Reporter) -> CloneR
         # Single steps share a directory, and so a run, one after the other.
         continues = settings.resume or settings.steps != CloneSettings.steps
         return _Run(settings, engine, reporter, continues=continues).run()
+
+
+def is_finished(directory: Path) -> bool:
+    """Whether the clone of this directory is done."""
+    path = directory / "schema" / "source.db"
+    if not path.exists():
+        return False
+    store = Store(path)
+    try:
+        setup = store.setup()
+    finally:
+        store.close()
+    return setup is not None and bool(setup["finished_at"])
 
 
 def dry_run(settings: CloneSettings) -> CloneResult:
@@ -186,16 +208,23 @@ class _Run:
                 directory.store.write_setup(
                     run_id=self.job.run_id, millrace_version=__version__, **pinned(settings)
                 )
+                failpoint.hit("run.pinned")
             self.job.add_timing("connect and check", time.monotonic() - began)
             try:
-                if settings.steps & MOVING:
+                self.needs_spark = self._needs_spark()
+                if self.needs_spark:
                     self.engine.start()
                     if not self.engine.is_local:
                         self.engine.wait()  # a cluster out of reach is told before anything is done
                 with self.job.step("take a snapshot and read the catalog"):
                     snapshot = stack.enter_context(self._open_snapshot())
+                failpoint.hit("snapshot.opened")
                 self._own_target()
-                result = self._run_under(snapshot)
+                try:
+                    result = self._run_under(snapshot)
+                except SnapshotLost as error:
+                    error.hint = WAYS_OUT
+                    raise
             except BaseException as error:
                 self._stop_sessions()
                 if isinstance(error, KeyboardInterrupt):
@@ -223,6 +252,7 @@ class _Run:
         with connect(self.settings.target, "finish") as target, translated("cleaning up"):
             if any(run_id == self.setup["run_id"] for run_id, _ in record.read_runs(target)):
                 record.drop_records(target)
+                failpoint.hit("records.dropped")
         log.info("the run of %s is finished: nothing is left to do", self.setup["started_at"])
         return CloneResult(Plan(SourceCatalog(), {}, {}), [])
 
@@ -230,6 +260,30 @@ class _Run:
         if self.settings.resume and self.settings.restart:
             raise WorkDirError("--resume and --restart exclude each other")
         return open_directory(self.settings, continues=self.continues)
+
+    def _needs_spark(self) -> bool:
+        """False if all that goes through Spark is on the target already; should that be lost
+        again meanwhile, the first task starts Spark by itself."""
+        setup, store = self.setup, self.job.store
+        if not self.settings.steps & MOVING:
+            return False
+        if setup is None or not setup["snapshot"]:
+            return True  # not planned yet
+        parts = {(oid, part.number) for oid, parts in store.read_parts().items() for part in parts}
+        ranges = store.read_large_object_ranges()
+        planned = parts | {(record.LARGE_OBJECTS_OID, one.number) for one in ranges}
+        return not planned <= self._recorded()
+
+    def _recorded(self) -> set[tuple[int, int]]:
+        """The parts that have their record on the target."""
+        with (
+            connect(self.settings.target, self.job.role("open")) as target,
+            translated("reading our records on the target"),
+        ):
+            if not record.read_runs(target):
+                return set()
+            found = record.read_copied_parts(target, self.job.run_id)
+        return {(part.table_oid, part.part) for _, part in found}
 
     def _own_target(self) -> None:
         """Take over what earlier processes of this run left on the target, or make sure that
@@ -318,7 +372,9 @@ class _Run:
         lists = plan_lists(job, archive, catalog, self.decision)
         if Step.ROLES in steps and settings.roles:
             with job.step("roles"), connect(settings.target, job.role("roles")) as target:
+                failpoint.hit("roles.begin")
                 copy_roles(job.tools, settings, target)
+                failpoint.hit("roles.done")
         if Step.EXTENSIONS in steps:
             with job.step("extensions"):
                 create_extensions(job, catalog)
@@ -330,7 +386,9 @@ class _Run:
         if steps & (MOVING | FINISHING):
             if Step.TABLE_DATA in steps:
                 empty_shared_tables(job, plan)
-            if steps & MOVING:
+            if self.needs_spark and settings.resume and restored(job, "post-data"):
+                self._refuse_triggers(plan)
+            if self.needs_spark:
                 with job.step("wait for Spark"):
                     waited = self.engine.wait()
             copied = self._copy(plan, snapshot)
@@ -359,10 +417,26 @@ class _Run:
             run_id=job.run_id,
             consistency=self._consistency(),
         )
+        self._check_records(plan, copied)
         write_summary(settings.directory / "summary.json", summary)
+        failpoint.hit("summary.written")
         if steps == CloneSettings.steps or (self.setup and self.setup["finished_at"]):
             self._close_run()
         return CloneResult(plan, [], summary)
+
+    def _check_records(
+        self, plan: Plan, copied: Mapping[tuple[int, int], record.CopiedPart]
+    ) -> None:
+        """A target that crashed after the copy has emptied its unlogged tables, and their
+        records with them."""
+        lost = sorted(set(copied) - self._recorded()) if copied else []
+        if lost:
+            labels = {plan.tables[oid].label for oid, _ in lost if oid in plan.tables}
+            raise ServerError(
+                f"the target crashed and lost {len(lost)} parts it had committed: "
+                f"{', '.join(sorted(labels)[:5]) or 'large objects'}",
+                hint="run the same command with --resume: only those are copied again",
+            )
 
     def _log_decision(self) -> None:
         """Say what the filters leave out that no rule names, and what they could not leave out."""
@@ -387,6 +461,7 @@ class _Run:
         if not is_planned:
             note_existing_schemas(job, catalog)
         job.store.write_plan(catalog, plan.every_part)
+        failpoint.hit("plan.written")
         if not is_planned or settings.not_consistent:
             job.store.write_snapshot(snapshot.id)
         progress = job.progress
@@ -395,6 +470,30 @@ class _Run:
         progress.estimated_bytes = sum(part.estimated_bytes for part in plan.every_part)
         failpoint.hit("run.planned")
         return plan
+
+    def _refuse_triggers(self, plan: Plan) -> None:
+        """Rows that are copied this late would go through triggers: a target that crashed at the
+        very end has lost its unlogged tables."""
+        lost = {
+            oid for oid, _ in {(p.table_oid, p.number) for p in plan.every_part} - self._recorded()
+        }
+        names = [qualified(plan.tables[oid].schema, plan.tables[oid].name) for oid in lost]
+        with (
+            connect(self.settings.target, self.job.role("open")) as target,
+            translated("looking for triggers on the target"),
+        ):
+            found = target.execute(
+                "SELECT DISTINCT tgrelid::regclass::text FROM pg_trigger"
+                " WHERE NOT tgisinternal AND tgenabled <> 'D' AND tgrelid = ANY(%s::regclass[])",
+                (names,),
+            ).fetchall()
+        if found:
+            raise ServerError(
+                "rows are still to be copied into tables whose triggers are in place: "
+                f"{', '.join(sorted(name for (name,) in found)[:5])}",
+                hint="those triggers would fire: disable them and use --resume, or start from "
+                "zero with --restart",
+            )
 
     def _copy(self, plan: Plan, snapshot: HeldSnapshot) -> dict[tuple[int, int], record.CopiedPart]:
         job = self.job
@@ -416,6 +515,7 @@ class _Run:
         failpoint.hit("sequences.begin")
         with connect(self.settings.target, self.job.role("sequences")) as target:
             set_sequences(target, self.catalog.sequences)
+        failpoint.hit("sequences.done")
 
     def _set_properties(self) -> None:
         settings = self.settings
@@ -423,11 +523,13 @@ class _Run:
             self.job.step("database properties"),
             connect(settings.target, self.job.role("finish")) as target,
         ):
+            failpoint.hit("properties.begin")
             if not settings.skip_vacuum:
                 for _, schema, name in self.catalog.partitioned_tables:
                     analyze_partitioned(target, schema, name)
             if not settings.skip_database_properties:
                 set_database_properties(target, settings)
+            failpoint.hit("properties.done")
 
     def _close_run(self) -> None:
         """Everything is done: say so, and take our records off the target."""
@@ -436,6 +538,7 @@ class _Run:
         try:
             with connect(self.settings.target, self.job.role("finish")) as target:
                 record.drop_records(target)
+            failpoint.hit("records.dropped")
         except psycopg.Error as error:
             log.warning(
                 "our records stay on the target (%s): DROP SCHEMA millrace CASCADE removes them",

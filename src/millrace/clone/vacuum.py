@@ -10,6 +10,7 @@ from typing import Any
 
 import psycopg
 
+from millrace import failpoint
 from millrace.postgres.connect import translated
 from millrace.postgres.quote import qualified
 from millrace.relation import Table
@@ -22,12 +23,14 @@ Connection = psycopg.Connection[tuple[Any, ...]]
 def vacuum_table(connection: Connection, table: Table) -> None:
     """VACUUM and ANALYZE one table; a type that can't be analyzed is no reason to fail."""
     name = qualified(table.schema, table.name)
+    failpoint.hit("vacuum.begin")
     with translated(f"vacuuming {table.label}"):
         try:
             connection.execute(f"VACUUM (ANALYZE) {name}")
         except psycopg.errors.IndeterminateCollation as error:
             log.warning("%s can't be analyzed: %s", table.label, error.diag.message_primary)
             connection.execute(f"VACUUM {name}")
+    failpoint.hit("vacuum.done")
 
 
 def analyze_partitioned(connection: Connection, schema: str, name: str) -> None:

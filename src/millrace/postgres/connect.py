@@ -11,6 +11,7 @@ returning fewer rows.
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -43,6 +44,14 @@ SESSION_SETTINGS = {
 # The server looks every so often if its client is still there while it works (14+),
 # so that the backend of a killed task does not go on alone.
 CLIENT_CHECK_INTERVAL = "5s"
+# What is committed must survive a crash of the target: later steps, and the summary, rest on
+# it. A server that waits for its standbys goes on to do so.
+_COMMITS_LAST = (
+    "CASE current_setting('synchronous_commit') WHEN 'off'"
+    " THEN set_config('synchronous_commit', 'local', false) END"
+)
+# How long a session that was told to end may take to roll back.
+END_SECONDS = 30.0
 
 _SNAPSHOT_GONE = re.compile(
     r"invalid snapshot identifier|could not import the requested snapshot"
@@ -79,7 +88,7 @@ def session_sql(server_version: int, **more: str) -> str:
     if server_version >= 170000:
         settings["transaction_timeout"] = "0"
     pairs = ", ".join(f"set_config('{k}', '{v}', false)" for k, v in settings.items())
-    return f"SELECT {pairs}"
+    return f"SELECT {pairs}, {_COMMITS_LAST}"
 
 
 def connect(dsn: Dsn, role: str, **more: str) -> psycopg.Connection[tuple[Any, ...]]:
@@ -172,12 +181,24 @@ def _without_values(sqlstate: str | None, message: str) -> str:
 
 
 def cancel_sessions(dsn: Dsn, pattern: str) -> int:
-    """Terminate this role's sessions on `dsn` whose application_name is LIKE `pattern`."""
+    """Terminate the sessions on `dsn` whose application_name is LIKE `pattern`, and wait until
+    they are gone: until then one of them may still commit. The number of them."""
     with connect(dsn, "cancel") as connection, translated("stopping sessions"):
-        row = connection.execute(
-            "SELECT count(*) FILTER (WHERE pg_terminate_backend(pid)) FROM pg_stat_activity"
+        ended = connection.execute(
+            "SELECT pid, backend_start, pg_terminate_backend(pid) FROM pg_stat_activity"
             " WHERE application_name LIKE %s AND pid <> pg_backend_pid()"
             " AND datname = current_database()",
             (pattern,),
-        ).fetchone()
-    return int(row[0]) if row else 0
+        ).fetchall()
+        deadline = time.monotonic() + END_SECONDS
+        pids, starts = [row[0] for row in ended], [row[1] for row in ended]
+        while pids and time.monotonic() < deadline:
+            found = connection.execute(
+                "SELECT FROM pg_stat_activity JOIN unnest(%s::int[], %s::timestamptz[])"
+                " AS ended (pid, backend_start) USING (pid, backend_start)",
+                (pids, starts),
+            )
+            if not found.fetchone():
+                break
+            time.sleep(0.02)
+    return len(pids)

@@ -13,15 +13,18 @@ from __future__ import annotations
 import logging
 import os
 import re
+import secrets
 import subprocess
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from millrace import failpoint
 from millrace.config.dsn import Dsn
-from millrace.errors import ServerError
+from millrace.errors import ServerError, WorkDirError
 from millrace.log import redact
 from millrace.postgres.binaries import Installation
+from millrace.postgres.connect import APPLICATION
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +47,8 @@ _DESCRIPTIONS = (
     "SEQUENCE OWNED BY",
 )
 _WITHOUT_OID = ("INDEX ATTACH", "TABLE ATTACH", "TABLE DATA")
+# What strerror says for ENOSPC; LC_MESSAGES is C.
+_NO_ROOM = "No space left on device"
 _ENTRY = re.compile(r"(\d+); (\d+) (\d+) (.*)")
 
 
@@ -99,7 +104,10 @@ class Archive:
         """The SQL of some entries; also kept in a file beside the archive, for people."""
         listing = self.path.with_name(f"{name}.list")
         lines = "".join(f"{entry.line}\n" for entry in entries)
-        listing.write_text(lines, encoding="utf-8", errors="surrogateescape")
+        try:
+            listing.write_text(lines, encoding="utf-8", errors="surrogateescape")
+        except OSError as error:
+            raise _disk_error(str(error.strerror)) from error
         script = self.path.with_name(f"{name}.sql")
         command = [
             str(self.tools.bindir / "pg_restore"),
@@ -112,9 +120,14 @@ class Archive:
         return script.read_bytes()
 
 
-def dump_schema(tools: Installation, source: Dsn, snapshot: str | None, path: Path) -> Archive:
+def dump_schema(
+    tools: Installation, source: Dsn, snapshot: str | None, path: Path, *, role: str = "schema"
+) -> Archive:
     """Dump everything but data, under the snapshot; the file is there when it is whole."""
-    draft = path.with_suffix(".partial")
+    for leftover in path.parent.glob(f"{path.stem}.*.partial"):
+        leftover.unlink(missing_ok=True)
+    # A name of its own: the pg_dump of a killed process may still be writing.
+    draft = path.with_suffix(f".{secrets.token_hex(4)}.partial")
     command = [
         str(tools.bindir / "pg_dump"),
         "--format=custom",
@@ -127,7 +140,8 @@ def dump_schema(tools: Installation, source: Dsn, snapshot: str | None, path: Pa
     ]
     if snapshot is not None:
         command.append(f"--snapshot={snapshot}")
-    _run(command, "dumping the schema of the source", source)
+    _run(command, "dumping the schema of the source", source, role)
+    failpoint.hit("schema.drafted")
     draft.replace(path)
     return Archive(path, tools)
 
@@ -144,9 +158,11 @@ def dump_roles(tools: Installation, source: Dsn, *, passwords: bool) -> str:
     return _run(command, "reading the roles of the source", source).stdout
 
 
-def _run(command: list[str], what: str, dsn: Dsn | None = None) -> subprocess.CompletedProcess[str]:
+def _run(
+    command: list[str], what: str, dsn: Dsn | None = None, role: str = "schema"
+) -> subprocess.CompletedProcess[str]:
     log.debug("running %s", redact(" ".join(command)))
-    environment = os.environ | {"LC_MESSAGES": "C", "PGAPPNAME": "millrace schema"}
+    environment = os.environ | {"LC_MESSAGES": "C", "PGAPPNAME": f"{APPLICATION} {role}"}
     if dsn is not None:
         environment |= dsn.program_environment()
     process = subprocess.run(
@@ -158,6 +174,8 @@ def _run(command: list[str], what: str, dsn: Dsn | None = None) -> subprocess.Co
         errors="surrogateescape",
         env=environment,
     )
+    if process.returncode and _NO_ROOM in process.stderr:
+        raise _disk_error(_first_error(process.stderr))
     if process.returncode:
         raise ServerError(
             f"{what}: {_first_error(process.stderr)}",
@@ -165,6 +183,13 @@ def _run(command: list[str], what: str, dsn: Dsn | None = None) -> subprocess.Co
             exit_status=process.returncode,
         )
     return process
+
+
+def _disk_error(reason: str) -> WorkDirError:
+    return WorkDirError(
+        f"can't write the schema to the work directory: {reason}",
+        hint="make room on that disk, then go on with the same command and --resume",
+    )
 
 
 def _first_error(stderr: str) -> str:

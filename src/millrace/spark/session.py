@@ -121,7 +121,7 @@ class Engine:
         except Exception as error:
             if self._closed:
                 raise ServerError(f"{description}: stopped") from None
-            if self._jvm_is_gone():
+            if self._jvm_is_gone() or _is_out_of_reach(error):
                 raise ServerError(
                     f"{description}: Spark's JVM ended",
                     hint="it was killed, perhaps by the out-of-memory killer; spark.log in --dir "
@@ -131,9 +131,13 @@ class Engine:
         return results[0]
 
     def cancel(self) -> None:
-        """Stop every running task."""
+        """Stop every running task; those of a JVM that was killed end by themselves."""
         if self._context is not None and not self._jvm_is_gone():
-            self._context.cancelAllJobs()
+            try:
+                self._context.cancelAllJobs()
+            except Exception as error:
+                if not _is_out_of_reach(error):
+                    raise
 
     def _jvm_is_gone(self) -> bool:
         return self._gateway is None or self._gateway.proc.poll() is not None
@@ -148,6 +152,7 @@ class Engine:
             self._close()
         finally:
             py4j_log.setLevel(level)
+            logging.getLogger().removeFilter(_is_not_of_py4j)
 
     def _close(self) -> None:
         if self._thread.ident is not None:
@@ -155,7 +160,11 @@ class Engine:
                 self._gateway.proc.kill()  # nobody waits for a start that is not wanted
             self._thread.join()
         if self._context is not None and self._failure is None and not self._jvm_is_gone():
-            self._context.stop()
+            try:
+                self._context.stop()
+            except Exception as error:
+                if not _is_out_of_reach(error):
+                    raise
         if self._gateway is not None:
             _stop_jvm(self._gateway)
         self._context = self._gateway = None
@@ -200,6 +209,7 @@ class Engine:
                 "pyspark-shell",
             ]
         )
+        logging.getLogger().addFilter(_is_not_of_py4j)
         from pyspark import SparkConf, SparkContext
         from pyspark.java_gateway import launch_gateway
 
@@ -209,6 +219,8 @@ class Engine:
         if self._closed:
             raise ServerError("stopped before Spark had started")
         context = SparkContext(conf=spark_conf, gateway=self._gateway)
+        # A JVM that was killed would be told on stderr, with a stack trace; we tell it ourselves.
+        context._accumulatorServer.handle_error = lambda *_: None
         if not local:
             context.addPyFile(str(_package_zip(Path(self._files.name))))
         return context
@@ -256,6 +268,21 @@ def _task_error(error: Exception, description: str) -> MillraceError:
         f"{description}: the Spark task failed {TASK_ATTEMPTS} times: {_first_line(error)}",
         hint="its Python worker died each time; look for the out-of-memory killer on that machine",
     )
+
+
+def _is_out_of_reach(error: BaseException) -> bool:
+    """Whether the JVM did not answer. One that was killed refuses connections some milliseconds
+    before its end can be seen."""
+    from py4j.protocol import Py4JError, Py4JJavaError
+
+    if isinstance(error, Py4JError):
+        return not isinstance(error, Py4JJavaError)
+    return isinstance(error, OSError | EOFError)
+
+
+def _is_not_of_py4j(record: logging.LogRecord) -> bool:
+    """It logs a stack trace, and to the root logger, for what it then raises."""
+    return f"{os.sep}py4j{os.sep}" not in record.pathname
 
 
 def _first_line(error: BaseException) -> str:

@@ -17,8 +17,6 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from enum import StrEnum
 
 from psycopg.pq.abc import PGconn
 
@@ -27,6 +25,8 @@ from millrace.errors import ApplyError, InvariantError, MillraceError, ServerErr
 from millrace.lsn import render_lsn
 from millrace.postgres.libpq import command_rows, copy_in, execute
 from millrace.postgres.quote import qualified
+from millrace.stream.progress import Applied
+from millrace.stream.settings import OnConflict
 from millrace.stream.statement import TablePlan
 from millrace.stream.work import StagedRows, TableWork, TruncateWork, Work
 
@@ -36,30 +36,6 @@ log = logging.getLogger(__name__)
 _IN_THE_WAY = ("23505", "23P01")
 # Each transaction empties every stage of the session, used or not.
 MAX_STAGES = 64
-
-
-class OnConflict(StrEnum):
-    """What to do about a change whose row is not there, or whose place is taken."""
-
-    STOP = "stop"
-    SKIP = "skip-and-log"
-    OVERWRITE = "overwrite"
-
-
-@dataclass
-class Applied:
-    """What was done."""
-
-    changes: int = 0
-    deleted: int = 0
-    updated: int = 0
-    inserted: int = 0
-    skipped: int = 0
-    overwritten: int = 0
-
-    def add(self, other: Applied) -> None:
-        for each in fields(self):
-            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
 
 
 class Applier:

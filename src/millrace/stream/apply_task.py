@@ -26,11 +26,13 @@ from millrace.postgres.connect import connect
 from millrace.postgres.libpq import execute, open_session
 from millrace.retry import with_retries
 from millrace.stream.ahead import ahead
-from millrace.stream.apply import Applied, Applier, OnConflict
+from millrace.stream.apply import Applier
 from millrace.stream.position import open_position
+from millrace.stream.progress import Applied
+from millrace.stream.settings import Left, OnConflict
 from millrace.stream.spool import Range, Reader
 from millrace.stream.transform import iter_sections
-from millrace.stream.work import Left, Preparer, Share, Work
+from millrace.stream.work import Preparer, Share, Work
 
 log = logging.getLogger(__name__)
 

@@ -21,9 +21,9 @@ from millrace.clone.engine import Engine
 from millrace.lsn import render_lsn
 from millrace.postgres.connect import connect
 from millrace.postgres.pgoutput import MICROSECONDS_1970_TO_2000
-from millrace.stream.apply import Applied
 from millrace.stream.apply_task import ApplyOutcome, ApplyTask, apply_spool
 from millrace.stream.position import read_position, setup_position
+from millrace.stream.progress import Applied
 from millrace.stream.sentinel import Sentinel
 from millrace.stream.work import Share
 

@@ -9,85 +9,28 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from millrace.clone.engine import Engine
-from millrace.config.dsn import Dsn
 from millrace.errors import WorkDirError
 from millrace.lsn import render_lsn
 from millrace.postgres.connect import APPLICATION, cancel_sessions
 from millrace.postgres.encoding import python_encoding
-from millrace.stream.apply import Applied, OnConflict
 from millrace.stream.apply_task import ApplyTask
 from millrace.stream.catchup import Catchup
+from millrace.stream.progress import FollowProgress, FollowReporter, FollowResult
 from millrace.stream.receive import ReceiveSettings
-from millrace.stream.receiver import LogSettings, Receiver
+from millrace.stream.receiver import Receiver
 from millrace.stream.sentinel import Sentinel, StreamSetup
+from millrace.stream.settings import FollowSettings
 from millrace.stream.spool import SpoolReader, prune
-from millrace.stream.work import Left
 from millrace.workdir.lock import open_lock
 
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.1
 REPORT_SECONDS = 0.5
-
-
-@dataclass(frozen=True)
-class FollowSettings:
-    """Flags of `millrace follow`, after environment and defaults."""
-
-    source: Dsn
-    target: Dsn
-    directory: Path
-    apply_jobs: int = 1
-    on_conflict: OnConflict = OnConflict.STOP
-    max_spool_bytes: int | None = None
-    max_slot_lag_bytes: int | None = None
-    binary: bool = True
-    # Keep what is applied in the spool, for others who read it.
-    keep_spool: bool = False
-    left: Left = field(default_factory=Left)
-    log: LogSettings = field(default_factory=LogSettings)
-
-
-@dataclass
-class FollowProgress:
-    """Where a stream stands."""
-
-    received_lsn: int = 0
-    flushed_lsn: int = 0
-    applied_lsn: int = 0
-    endpos: int | None = None
-    # Received but not applied.
-    lag_bytes: int = 0
-    # By the source's clock: how old the last applied transaction is, 0 when all is applied.
-    lag_seconds: float = 0.0
-    is_applying: bool = True
-    transactions: int = 0
-    applied: Applied = field(default_factory=Applied)
-    changes_per_second: float = 0.0
-    # At the present rates; None when it does not get nearer.
-    seconds_left: float | None = None
-
-
-class FollowReporter(Protocol):
-    """Shows where a stream stands."""
-
-    def update_follow(self, progress: FollowProgress) -> None: ...
-
-
-@dataclass(frozen=True)
-class FollowResult:
-    """How a stream ended."""
-
-    position: int
-    reached_endpos: bool
-    transactions: int
-    applied: Applied
 
 
 def require_setup(sentinel: Sentinel, directory: Path) -> StreamSetup:

@@ -27,7 +27,7 @@ from millrace.config.dsn import Dsn
 from millrace.config.size import render_size
 from millrace.errors import ConnectionLost, InvariantError, MillraceError, ServerError
 from millrace.lsn import render_lsn
-from millrace.postgres.connect import connect
+from millrace.postgres.connect import connect, translated
 from millrace.postgres.pgoutput import FRAME_HEADER_BYTES, Messages
 from millrace.postgres.replication import (
     OBJECT_IN_USE,
@@ -238,7 +238,7 @@ class _Receiver:
         self._spool.cut_unfinished()
         self._idle_lsn = 0
         settings = self._settings
-        with connect(settings.source, "receive") as catalog:
+        with connect(settings.source, "receive") as catalog, translated("reading the source"):
             state = require_slot(catalog, settings.slot, settings.plugin)
             self._check_start(state.confirmed_lsn)
             plugin = open_plugin(

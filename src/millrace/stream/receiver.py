@@ -12,7 +12,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from millrace.log import setup_logging
 from millrace.retry import iter_pauses
 from millrace.stream.receive import Received, ReceiveSettings, receive
 from millrace.stream.sentinel import Sentinel
+from millrace.stream.settings import LogSettings
 from millrace.stream.spool import SpoolWriter
 
 log = logging.getLogger(__name__)
@@ -29,15 +29,6 @@ log = logging.getLogger(__name__)
 STOP_SECONDS = 30.0
 # A receiver that lives so long was not killed by what it does.
 STEADY_SECONDS = 60.0
-
-
-@dataclass(frozen=True)
-class LogSettings:
-    """How the other process logs."""
-
-    verbose: int = 0
-    quiet: bool = False
-    as_json: bool = False
 
 
 class Receiver:

@@ -22,6 +22,7 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 
+from millrace import failpoint
 from millrace.errors import WorkDirError
 from millrace.lsn import render_lsn
 from millrace.postgres.encoding import python_encoding
@@ -288,6 +289,7 @@ class SpoolWriter:
         done = int(ends[-1]) + 1 if len(ends) else 0
         self._pending = [records[done:]] if done < len(records) else []
         if done:
+            failpoint.hit("spool.before_index")
             _write_all(self._index, self._file, records[:done].tobytes(), memoryview(b""))
             os.fdatasync(self._index)
             self._durable_end_lsn = self.last_end_lsn

@@ -7,8 +7,8 @@ be made on another thread while the target is busy with what came before.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from millrace.postgres.copy_format import encode_binary, encode_text
 from millrace.postgres.pgoutput import Bytes, RelationVersion
 from millrace.postgres.pgoutput_tuple import Values, beside
 from millrace.stream.fold import Lines, fold
+from millrace.stream.settings import Left
 from millrace.stream.statement import FIRST_USER_OID, TablePlan, plan_table
 from millrace.stream.target_table import TargetTable, read_target_table, read_type_names
 from millrace.stream.transform import Section, TableRows, TruncatedTables
@@ -69,16 +70,6 @@ class TruncateWork:
 
 
 Work = TableWork | TruncateWork
-
-
-@dataclass(frozen=True)
-class Left:
-    """What of the source is left out by the user's filters; tables as (schema, name)."""
-
-    tables: frozenset[tuple[str, str]] = frozenset()
-    columns: Mapping[tuple[str, str], frozenset[str]] = field(default_factory=dict)
-    # Conditions that rows must meet to be on the target.
-    where: Mapping[tuple[str, str], str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,128 @@
+"""Arrays, ranges and multiranges as PostgreSQL prints them.
+
+Invariant: elements are quoted where the server quotes them and nowhere else.
+
+    array      = dimensions:4 has_null:4 element type:4 (length:4 lower bound:4)*
+                 (size:4 element)*, size -1 is NULL
+    range      = flags:1 (size:4 bound)*
+    multirange = ranges:4 (size:4 range)*
+
+Facts: arrayfuncs.c, array_send(), array_out(); rangetypes.c, range_send(), range_deparse();
+multirangetypes.c.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import struct
+from collections.abc import Callable, Iterator
+from itertools import islice
+
+Render = Callable[[bytes, str], str]
+
+_MAX_DIMENSIONS = 6
+_EMPTY, _LOWER_INCLUDED, _UPPER_INCLUDED, _NO_LOWER, _NO_UPPER = 1, 2, 4, 8, 16
+_SPACE = " \t\n\r\v\f"
+_BOUND_IS_QUOTED = re.compile(f'[{_SPACE}"\\\\()\\[\\],]')
+
+
+def array_renderer(element: Render, element_oid: int, delimiter: str) -> Render:
+    """The renderer of arrays of one type."""
+    is_quoted = re.compile(f'[{_SPACE}"\\\\{{}}{delimiter}]')
+
+    def item(data: bytes | None, encoding: str) -> str:
+        if data is None:
+            return "NULL"
+        text = element(data, encoding)
+        if text and text.upper() != "NULL" and not is_quoted.search(text):
+            return text
+        return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+    def render(data: bytes, encoding: str) -> str:
+        dimensions, _, oid = struct.unpack_from(">iiI", data)
+        if oid != element_oid or not 0 <= dimensions <= _MAX_DIMENSIONS:
+            raise ValueError(f"{dimensions} dimensions of type {oid}")
+        bounds = list(struct.iter_unpack(">ii", data[12 : 12 + 8 * dimensions]))
+        items = [item(one, encoding) for one in _iter_sized(data, 12 + 8 * dimensions)]
+        lengths = [length for length, _ in bounds]
+        if (math.prod(lengths) if lengths else 0) != len(items):
+            raise ValueError(f"{len(items)} elements")
+        body = _nested(iter(items), lengths, delimiter) if items else "{}"
+        if all(lower == 1 for _, lower in bounds):
+            return body
+        ranges = "".join(f"[{lower}:{lower + length - 1}]" for length, lower in bounds)
+        return f"{ranges}={body}"
+
+    return render
+
+
+def vector_renderer(element: Render) -> Render:
+    """int2vector and oidvector: sent as arrays, printed as numbers with spaces."""
+
+    def render(data: bytes, encoding: str) -> str:
+        (dimensions,) = struct.unpack_from(">i", data)
+        items = _iter_sized(data, 12 + 8 * dimensions)
+        return " ".join(element(item or b"", encoding) for item in items)
+
+    return render
+
+
+def range_renderer(bound: Render) -> Render:
+    """The renderer of ranges of one type."""
+
+    def shown(data: bytes | None, encoding: str) -> str:
+        if data is None:
+            raise ValueError("a bound is NULL")
+        text = bound(data, encoding)
+        if text and not _BOUND_IS_QUOTED.search(text):
+            return text
+        return '"' + text.replace("\\", "\\\\").replace('"', '""') + '"'
+
+    def render(data: bytes, encoding: str) -> str:
+        flags = data[0]
+        if flags & _EMPTY:
+            return "empty"
+        bounds = [shown(one, encoding) for one in _iter_sized(data, 1)]
+        lower = "" if flags & _NO_LOWER else bounds.pop(0)
+        upper = "" if flags & _NO_UPPER else bounds.pop(0)
+        if bounds:
+            raise ValueError("too many bounds")
+        begin = "[" if flags & _LOWER_INCLUDED else "("
+        return f"{begin}{lower},{upper}{']' if flags & _UPPER_INCLUDED else ')'}"
+
+    return render
+
+
+def multirange_renderer(one: Render) -> Render:
+    """The renderer of multiranges of one range type."""
+
+    def render(data: bytes, encoding: str) -> str:
+        ranges = [one(part or b"", encoding) for part in _iter_sized(data, 4)]
+        if (len(ranges),) != struct.unpack_from(">i", data):
+            raise ValueError(f"{len(ranges)} ranges")
+        return "{" + ",".join(ranges) + "}"
+
+    return render
+
+
+def _iter_sized(data: bytes, at: int) -> Iterator[bytes | None]:
+    """Values behind their sizes, to the end."""
+    while at < len(data):
+        (size,) = struct.unpack_from(">i", data, at)
+        at += 4
+        if size == -1:
+            yield None
+            continue
+        if size < 0 or at + size > len(data):
+            raise ValueError(f"a value of {size} bytes")
+        yield data[at : at + size]
+        at += size
+
+
+def _nested(items: Iterator[str], lengths: list[int], delimiter: str) -> str:
+    if len(lengths) == 1:
+        parts = list(islice(items, lengths[0]))
+    else:
+        parts = [_nested(items, lengths[1:], delimiter) for _ in range(lengths[0])]
+    return "{" + delimiter.join(parts) + "}"

@@ -1,0 +1,154 @@
+"""The beginning of a stream: a slot whose snapshot a clone copies.
+
+Invariant: copy and changes meet without gap or overlap, because the snapshot is the one that the
+slot was made with. A plain snapshot can't be turned into such a one, and is refused.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from millrace.clone.decision import PG_CLASS_OID, Decision
+from millrace.clone.filter import FilterRules
+from millrace.clone.filtering import read_decision
+from millrace.config.dsn import Dsn
+from millrace.errors import MillraceError, WorkDirError
+from millrace.lsn import parse_lsn
+from millrace.postgres import catalog
+from millrace.postgres.connect import connect, server_encoding, translated
+from millrace.snapshot.holder import Held, hold, read_held
+from millrace.stream.publication import read_published_tables
+from millrace.stream.sentinel import FILE as SENTINEL_FILE
+from millrace.stream.sentinel import Sentinel, StreamSetup
+from millrace.stream.settings import Left, SlotSettings
+from millrace.stream.slot import cleanup, prepare_source
+from millrace.stream.spool import FOLDER as SPOOL_FOLDER
+
+log = logging.getLogger(__name__)
+
+
+@contextmanager
+def open_slot_snapshot(
+    directory: Path, source: Dsn, target: Dsn, slot: SlotSettings, rules: FilterRules
+) -> Iterator[Held]:
+    """A snapshot that came with a slot: the one held for the directory, or a new one.
+
+    If what is done under a new one fails, its slot goes too: nobody could use it, and it would
+    make the source keep its WAL.
+    """
+    held = read_held(directory)
+    if held is not None:
+        if held.slot is None:
+            raise WorkDirError(
+                f"the snapshot held for {directory} has no replication slot: changes between it "
+                "and a slot made now would be lost",
+                hint="end it (millrace snapshot --stop) and hold one with: millrace snapshot "
+                "--follow; or let `clone --follow` make its own",
+            )
+        _write_setup(directory, held, target)
+        yield held
+        return
+
+    def prepare() -> None:
+        for warning in prepare_source(source, slot.name, slot.plugin, published(source, rules)):
+            log.warning("source: %s", warning)
+
+    with hold(directory, source, slot=slot.name, plugin=slot.plugin, before_slot=prepare) as (
+        held,
+        _,
+    ):
+        _write_setup(directory, held, target)
+        try:
+            yield held
+        except BaseException:
+            _drop(directory, source, target, slot.name)
+            raise
+
+
+def forget_stream(directory: Path, source: Dsn, target: Dsn) -> None:
+    """Remove a stream that is to begin anew: slot, publications, position and spool."""
+    if (directory / SENTINEL_FILE).exists():
+        with Sentinel(directory) as sentinel:
+            setup = sentinel.read_setup()
+        if setup is not None:
+            _drop(directory, source, target, setup.slot_name)
+
+
+def published(source: Dsn, rules: FilterRules) -> set[int] | None:
+    """The OIDs of the tables that filters keep; None for all."""
+    if rules.is_empty:
+        return None
+    with connect(source, "filter") as connection, translated("reading the source's catalog"):
+        decision = read_decision(connection, rules)
+        tables = read_published_tables(connection, None)
+    out = {
+        oid for kind, oid in (*decision.excluded, *decision.data_skipped) if kind == PG_CLASS_OID
+    }
+    return {table.oid for table in tables} - out
+
+
+def read_left(source: Dsn, rules: FilterRules) -> Left:
+    """What filters leave out of the changes."""
+    if rules.is_empty:
+        return Left()
+    with connect(source, "filter") as connection, translated("reading the source's catalog"):
+        decision = read_decision(connection, rules)
+        names = {table.oid: (table.schema, table.name) for table in catalog.read_tables(connection)}
+        names |= {
+            table.oid: (table.schema, table.name)
+            for table in read_published_tables(connection, None)
+        }
+    out = {
+        oid for kind, oid in (*decision.excluded, *decision.data_skipped) if kind == PG_CLASS_OID
+    }
+    return Left(
+        frozenset(names[oid] for oid in out if oid in names),
+        {names[oid]: columns for oid, columns in decision.columns.items() if oid in names},
+        {names[oid]: where for oid, where in decision.predicates.items() if oid in names},
+    )
+
+
+def _left_out(decision: Decision) -> set[int]:
+    """OIDs of relations that are not there, or stay empty."""
+    keys = (*decision.excluded, *decision.data_skipped)
+    return {oid for kind, oid in keys if kind == PG_CLASS_OID}
+
+
+def _write_setup(directory: Path, held: Held, target: Dsn) -> None:
+    assert held.slot is not None
+    assert held.start_lsn is not None
+    with connect(target, "setup") as connection:
+        encoding = server_encoding(connection)
+    setup = StreamSetup(
+        held.source, held.slot, held.plugin or "pgoutput", encoding, parse_lsn(held.start_lsn)
+    )
+    with Sentinel(directory) as sentinel:
+        found = sentinel.read_setup()
+        if found is not None and (found.slot_name, found.start_lsn) == (
+            setup.slot_name,
+            setup.start_lsn,
+        ):
+            return  # gone on with
+        if found is not None:
+            raise WorkDirError(
+                f"{directory} holds the stream of another slot, {found.slot_name}",
+                hint="choose another --dir, or start from zero with --restart",
+            )
+        sentinel.write_setup(setup)
+
+
+def _drop(directory: Path, source: Dsn, target: Dsn, slot: str) -> None:
+    log.warning("dropping replication slot %s: what was copied with it is not whole", slot)
+    try:
+        with connect(source, "cleanup") as here, connect(target, "cleanup") as there:
+            cleanup(here, there, slot)
+    except MillraceError as error:
+        log.error("%s; remove it with: millrace stream cleanup", error)
+        return
+    with Sentinel(directory) as sentinel:
+        sentinel.clear()
+    shutil.rmtree(directory / SPOOL_FOLDER, ignore_errors=True)

@@ -1,0 +1,123 @@
+"""The end of a migration: everything applied, sequences set, both sides compared.
+
+Invariant: it succeeds only if every table is equal after the last change was applied; a difference
+is an error, and nothing is said to be done.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import psycopg
+
+from millrace.clone.compare import Compared
+from millrace.clone.compare_run import CompareSettings, compare_data
+from millrace.clone.engine import Engine
+from millrace.clone.sequence import set_sequences
+from millrace.errors import ServerError, WorkDirError
+from millrace.lsn import parse_lsn, render_lsn
+from millrace.postgres import catalog
+from millrace.postgres.connect import connect, translated
+from millrace.stream.follow import follow, require_setup
+from millrace.stream.progress import FollowReporter
+from millrace.stream.sentinel import Sentinel
+from millrace.stream.settings import FollowSettings
+from millrace.stream.spool import SpoolReader
+from millrace.workdir.lock import read_holder
+
+log = logging.getLogger(__name__)
+
+Connection = psycopg.Connection[tuple[Any, ...]]
+
+POLL_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class CutoverResult:
+    """What was done."""
+
+    endpos: int
+    sequences: int
+    compared: list[Compared]
+    seconds: float
+
+    @property
+    def is_equal(self) -> bool:
+        return all(one.is_equal for one in self.compared)
+
+
+def read_end(connection: Connection) -> int:
+    """The source's position now, with everything committed before it on its disk."""
+    with translated("reading the source's position"):
+        row = connection.execute("SELECT pg_is_in_recovery()").fetchone()
+        if row and row[0]:
+            function = "pg_last_wal_replay_lsn"
+        else:
+            # A commit that waits for the disk takes the ones before it along.
+            connection.execute(
+                "BEGIN; SET LOCAL synchronous_commit = local; SELECT pg_current_xact_id(); COMMIT"
+            )
+            function = "pg_current_wal_flush_lsn"
+        row = connection.execute(f"SELECT {function}()::text").fetchone()
+    assert row is not None
+    return parse_lsn(row[0])
+
+
+def cutover(
+    settings: FollowSettings,
+    compare: CompareSettings,
+    engine: Engine,
+    reporter: FollowReporter,
+) -> CutoverResult:
+    """Bring the target to where the source stands now, and prove it."""
+    began = time.monotonic()
+    directory = settings.directory
+    with Sentinel(directory) as sentinel:
+        require_setup(sentinel, directory)
+        with connect(settings.source, "cutover") as source:
+            endpos = read_end(source)
+        sentinel.set_endpos(endpos)
+        log.info("the end position is %s", render_lsn(endpos))
+        if not _wait_for_other(settings, sentinel):
+            follow(settings, engine, reporter)
+        _check_applied(settings, sentinel, endpos)
+    with connect(settings.source, "cutover") as source, connect(settings.target, "cutover") as to:
+        with translated("reading the source's sequences"):
+            sequences = catalog.read_sequences(source)
+            names = {(s.schema, s.name) for s in catalog.read_sequences(to)}
+        wanted = [s for s in sequences if (s.schema, s.name) in names]
+        set_sequences(to, wanted)
+    compared = compare_data(compare, engine)
+    return CutoverResult(endpos, len(wanted), compared, time.monotonic() - began)
+
+
+def _wait_for_other(settings: FollowSettings, sentinel: Sentinel) -> bool:
+    """Whether another process follows here; waits until it has come to the end."""
+    if read_holder(settings.directory) is None:
+        return False
+    log.info("another millrace follows here; waiting until it has applied everything")
+    while read_holder(settings.directory) is not None:
+        time.sleep(POLL_SECONDS)
+    # It may have been stopped before the end: the rest is done here.
+    state = sentinel.read()
+    spool = SpoolReader(settings.directory)
+    return (state.flushed_lsn or 0) >= (state.endpos or 0) and spool.plan(
+        state.applied_lsn or 0, 1, state.endpos
+    ) is None
+
+
+def _check_applied(settings: FollowSettings, sentinel: Sentinel, endpos: int) -> None:
+    state = sentinel.read()
+    if state.endpos != endpos:
+        raise WorkDirError(
+            "somebody else changed the end position meanwhile", hint="run cutover again"
+        )
+    left = SpoolReader(settings.directory).plan(state.applied_lsn or 0, 1, endpos)
+    if (state.flushed_lsn or 0) < endpos or left is not None:
+        raise ServerError(
+            f"the stream ended before {render_lsn(endpos)}",
+            hint="run cutover again; `millrace stream sentinel get` shows where it stands",
+        )

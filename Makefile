@@ -7,9 +7,11 @@ STAMP := $(VENV)/.millrace-setup
 CLASSES := $(VENV)/.millrace-classes
 NAME  ?= clone
 ARGS  ?=
+MINUTES ?= 10
+SEED  ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup java demo test check lint types contracts format bench lock clean
+.PHONY: help setup java demo test check lint types contracts format bench torture lock clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -41,6 +43,9 @@ format: $(STAMP) ## Rewrite the code in our format
 
 bench: setup ## Run one benchmark (NAME=clone ARGS="...")
 	$(BIN)/python -m bench $(NAME) $(ARGS)
+
+torture: setup ## Interrupt clones for MINUTES=10 and compare each (SEED=1 repeats one; ARGS="--help")
+	$(BIN)/python -m tests.torture --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 # Universal: one lock for Python 3.11 to 3.13 on every platform. Only the
 # package index is asked, never a local folder of wheels: the hashes must be
@@ -82,9 +87,11 @@ $(STAMP): requirements.lock pyproject.toml
 	$$install --no-deps --no-build-isolation -e .
 	@touch $@
 
-# Once: Spark's classes in a form that Java loads faster. It saves seconds at every start.
+# Once: Spark's classes in a form that Java loads faster, and machine code of our own byte loops.
+# Both save seconds at every start.
 $(CLASSES): $(STAMP) | java
 	$(BIN)/python -m millrace.spark.java
+	$(BIN)/python -m millrace.stream.warm_up
 	@touch $@
 
 # Spark 4 runs on Java 17 and newer. `java -version` says "17.0.15", or "1.8.0" when it is old.

@@ -14,25 +14,14 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from millrace.cli import options
-from millrace.cli.follow import (
-    STREAM,
-    ApplyJobs,
-    Conflict,
-    EndPos,
-    KeepSpool,
-    MaxSlotLag,
-    MaxSpool,
-    MetricsPort,
-    NoBinary,
-    follow_settings,
-)
-from millrace.cli.options import COPY, WHAT
+from millrace.cli.options import COPY, STREAM, WHAT
 from millrace.clone.schema import SchemaSettings
 from millrace.clone.settings import CloneSettings
 from millrace.clone.split import SplitSettings
 from millrace.clone.step import ALL, Step
 from millrace.config.size import parse_size
 from millrace.errors import ConfigError
+from millrace.postgres.connect import resolve
 from millrace.spark.session import Engine, default_master, parse_conf
 from millrace.stream.settings import FollowSettings, LogSettings, OnConflict
 
@@ -162,14 +151,18 @@ class Asked:
     ] = False
     slot_name: options.SlotName = "millrace"
     plugin: options.Plugin = "pgoutput"
-    endpos: EndPos = ""
-    apply_jobs: ApplyJobs = 1
-    on_conflict: Conflict = OnConflict.STOP
-    max_spool: MaxSpool = "0"
-    max_slot_lag: MaxSlotLag = "0"
-    keep_spool: KeepSpool = False
-    no_binary: NoBinary = False
-    metrics_port: MetricsPort = None
+    endpos: options.EndPos = ""
+    apply_jobs: options.ApplyJobs = 1
+    on_conflict: options.Conflict = OnConflict.STOP
+    max_spool: options.MaxSpool = "0"
+    max_slot_lag: options.MaxSlotLag = "0"
+    keep_spool: options.KeepSpool = False
+    no_binary: options.NoBinary = False
+    metrics_port: options.MetricsPort = None
+    compare_jobs: Annotated[int, _jobs("compare-jobs", "Parts compared at once.")] = 4
+    rows: Annotated[
+        bool, typer.Option("--rows", help="Name the rows that differ, by their keys.")
+    ] = False
     master: options.Master = ""
     conf: options.Conf = field(default_factory=list)
     is_dry_run: Annotated[
@@ -213,25 +206,30 @@ class Asked:
         )
 
     def follow_settings(self) -> FollowSettings:
-        """What the stream after the clone has to know."""
-        return follow_settings(
-            source=self.source,
-            target=self.target,
+        """What a stream has to know; looks up what the filters leave out of it."""
+        # Numba takes half a second: only those who need it wait for it.
+        from millrace.stream.begin import read_left
+
+        source = resolve(options.parse_dsn(self.source, "source"))
+        return FollowSettings(
+            source=source,
+            target=resolve(options.parse_dsn(self.target, "target")),
             directory=self.directory,
-            filters=self.filters,
             apply_jobs=self.apply_jobs,
             on_conflict=self.on_conflict,
-            max_spool=self.max_spool,
-            max_slot_lag=self.max_slot_lag,
+            max_spool_bytes=parse_size(self.max_spool) or None,
+            max_slot_lag_bytes=parse_size(self.max_slot_lag) or None,
+            binary=not self.no_binary,
             keep_spool=self.keep_spool,
-            no_binary=self.no_binary,
+            left=read_left(source, options.read_rules(self.filters)),
             log=LogSettings(self.verbose, self.quiet, self.log_json),
         )
 
-    def engine(self) -> Engine:
+    def engine(self, slots: int | None = None) -> Engine:
         """Spark with a slot for each job; not started yet."""
-        slots = self.table_jobs + (0 if self.skip_large_objects else self.large_objects_jobs)
-        slots = max(slots, self.apply_jobs)
+        if slots is None:
+            slots = self.table_jobs + (0 if self.skip_large_objects else self.large_objects_jobs)
+            slots = max(slots, self.apply_jobs)
         master = self.master or default_master(slots)
         return Engine(master, parse_conf(self.conf), self.directory / "spark.log")
 
@@ -252,7 +250,9 @@ class Asked:
         )
 
 
-EVERY = tuple(one.name for one in fields(Asked))
+# What only the end of a stream takes.
+_NOT_OF_CLONE = ("compare_jobs", "rows")
+EVERY = tuple(one.name for one in fields(Asked) if one.name not in _NOT_OF_CLONE)
 
 
 def command(body: Callable[[Asked], None], names: tuple[str, ...] = EVERY) -> Callable[..., None]:

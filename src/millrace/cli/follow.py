@@ -1,4 +1,4 @@
-"""`millrace follow` and `millrace cutover`."""
+"""`millrace follow`, `millrace cutover`, and the last step of a stream by itself."""
 
 from __future__ import annotations
 
@@ -7,132 +7,35 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from millrace.cli import options
+from millrace.cli.asked import Asked
 from millrace.cli.compare import print_compared, raise_difference
 from millrace.cli.display import Display, console, open_display, render_seconds
 from millrace.clone.compare_run import CompareSettings
 from millrace.clone.progress import Progress
-from millrace.config.size import parse_size
 from millrace.errors import WorkDirError
 from millrace.log import setup_logging
 from millrace.lsn import parse_lsn, render_lsn
-from millrace.postgres.connect import resolve
-from millrace.spark.session import Engine, default_master, parse_conf
+from millrace.spark.session import Engine
 from millrace.stream.metrics import Metrics, serve_metrics
 from millrace.stream.progress import FollowProgress, FollowResult
 from millrace.stream.sentinel import Sentinel
-from millrace.stream.settings import FollowSettings, LogSettings, OnConflict
 
 if TYPE_CHECKING:
     from millrace.stream.cutover import CutoverResult
 
-STREAM = "Changes"
-
-ApplyJobs = Annotated[
-    int,
-    typer.Option(
-        envvar="MILLRACE_APPLY_JOBS",
-        min=1,
-        max=64,
-        help="Connections that apply, each with tables of its own. With 1 no source transaction "
-        "is ever seen in part; with more, tables may be at different transactions meanwhile. A "
-        "stream keeps the number it began with.",
-        rich_help_panel=STREAM,
-    ),
-]
-Conflict = Annotated[
-    OnConflict,
-    typer.Option(
-        "--on-conflict",
-        envvar="MILLRACE_ON_CONFLICT",
-        help="What to do about a change whose row is not there, or whose place is taken.",
-        rich_help_panel=STREAM,
-    ),
-]
-MaxSpool = Annotated[
-    str,
-    typer.Option(
-        envvar="MILLRACE_MAX_SPOOL",
-        metavar="SIZE",
-        help="Stop reading from the source while the spool holds more than this; 0: no limit.",
-        rich_help_panel=STREAM,
-    ),
-]
-MaxSlotLag = Annotated[
-    str,
-    typer.Option(
-        envvar="MILLRACE_MAX_SLOT_LAG",
-        metavar="SIZE",
-        help="Warn, or stop if the spool is full, when the slot makes the source keep more WAL "
-        "than this; 0: no limit.",
-        rich_help_panel=STREAM,
-    ),
-]
-EndPos = Annotated[
-    str,
-    typer.Option(
-        "--endpos",
-        envvar="MILLRACE_ENDPOS",
-        metavar="LSN",
-        help="End when everything up to here is applied, and nothing after it.",
-        show_default=False,
-        rich_help_panel=STREAM,
-    ),
-]
-KeepSpool = Annotated[
-    bool,
-    typer.Option(
-        "--keep-spool",
-        help="Do not remove what is applied from the spool.",
-        rich_help_panel=STREAM,
-    ),
-]
-NoBinary = Annotated[
-    bool,
-    typer.Option(
-        "--no-binary",
-        envvar="MILLRACE_NO_BINARY",
-        help="Receive values as text, even where all types could come in binary.",
-        rich_help_panel=STREAM,
-    ),
-]
-MetricsPort = Annotated[
-    int | None,
-    typer.Option(
-        envvar="MILLRACE_METRICS_PORT",
-        min=1,
-        max=65535,
-        help="Serve Prometheus metrics on this port.",
-        show_default=False,
-        rich_help_panel=STREAM,
-    ),
-]
+_ENDS = (
+    "source", "target", "directory", "filters", "apply_jobs", "master", "conf",
+    "as_json", "verbose", "quiet", "log_json",
+)  # fmt: skip
+APPLY_OPTIONS = (*_ENDS, "endpos", "on_conflict", "keep_spool", "metrics_port")
+FOLLOW_OPTIONS = (*APPLY_OPTIONS, "max_spool", "max_slot_lag", "no_binary")
+CUTOVER_OPTIONS = (*_ENDS, "compare_jobs", "rows")
 
 
-def follow(
-    source: options.Source = "",
-    target: options.Target = "",
-    directory: options.Directory = options.DEFAULT_DIRECTORY,
-    filters: options.Filters = None,
-    endpos: EndPos = "",
-    apply_jobs: ApplyJobs = 1,
-    on_conflict: Conflict = OnConflict.STOP,
-    max_spool: MaxSpool = "0",
-    max_slot_lag: MaxSlotLag = "0",
-    keep_spool: KeepSpool = False,
-    no_binary: NoBinary = False,
-    metrics_port: MetricsPort = None,
-    master: options.Master = "",
-    conf: options.Conf = [],  # noqa: B006 (typer's way)
-    as_json: options.AsJson = False,
-    verbose: options.Verbose = 0,
-    quiet: options.Quiet = False,
-    log_json: options.LogJson = False,
-) -> None:
+def follow(asked: Asked) -> None:
     """Apply every change of the source since the snapshot, until the end position.
 
     Goes on with the stream of the work directory, which `millrace clone --follow`, `millrace
@@ -147,48 +50,36 @@ def follow(
     could not be applied.
     """
     # Numba takes half a second: only those who need it wait for it.
-    from millrace.stream.follow import follow as run_follow
+    from millrace.stream.follow import follow as run
 
-    setup_logging(verbose=verbose, quiet=quiet, as_json=log_json)
-    settings = follow_settings(
-        source=source,
-        target=target,
-        directory=directory,
-        filters=filters,
-        apply_jobs=apply_jobs,
-        on_conflict=on_conflict,
-        max_spool=max_spool,
-        max_slot_lag=max_slot_lag,
-        keep_spool=keep_spool,
-        no_binary=no_binary,
-        log=LogSettings(verbose, quiet, log_json),
-    )
-    require_stream(directory)
-    set_endpos(directory, endpos)
-    engine = Engine(
-        master or default_master(max(2, apply_jobs)), parse_conf(conf), directory / "spark.log"
-    )
-    with engine, open_follow_display(quiet=quiet, metrics_port=metrics_port) as display:
-        result = run_follow(settings, engine, display)
-    print_follow(result, as_json=as_json, quiet=quiet)
+    with _opened(asked) as (engine, display):
+        result = run(asked.follow_settings(), engine, display)
+    print_follow(result, as_json=asked.as_json, quiet=asked.quiet)
 
 
-def cutover(
-    source: options.Source = "",
-    target: options.Target = "",
-    directory: options.Directory = options.DEFAULT_DIRECTORY,
-    filters: options.Filters = None,
-    apply_jobs: ApplyJobs = 1,
-    jobs: Annotated[int, typer.Option(min=1, help="Parts compared at once.")] = 4,
-    rows: Annotated[
-        bool, typer.Option("--rows", help="Name the rows that differ, by their keys.")
-    ] = False,
-    master: options.Master = "",
-    conf: options.Conf = [],  # noqa: B006 (typer's way)
-    as_json: options.AsJson = False,
-    verbose: options.Verbose = 0,
-    quiet: options.Quiet = False,
-) -> None:
+def apply(asked: Asked) -> None:
+    """Apply the spool as it grows, until the end position.
+
+    `millrace stream receive` fills the spool, in a process of its own. Without an end position it
+    goes on until it is stopped.
+    """
+    _apply(asked, waits=True)
+
+
+def catchup(asked: Asked) -> None:
+    """Apply what is in the spool now, then end."""
+    _apply(asked, waits=False)
+
+
+def _apply(asked: Asked, *, waits: bool) -> None:
+    from millrace.stream.follow import apply_spooled
+
+    with _opened(asked) as (engine, display):
+        result = apply_spooled(asked.follow_settings(), engine, display, waits=waits)
+    print_follow(result, as_json=asked.as_json, quiet=asked.quiet)
+
+
+def cutover(asked: Asked) -> None:
     """End the stream where the source stands now, and prove that both sides are equal.
 
     Stop the writers of the source first. Sets the end position, waits until a running `follow`
@@ -199,66 +90,35 @@ def cutover(
     Afterwards point the applications to the target, and remove slot, publications and
     position with `millrace stream cleanup`.
     """
-    from millrace.stream.cutover import cutover as run_cutover
+    from millrace.stream.cutover import cutover as run
 
-    setup_logging(verbose=verbose, quiet=quiet)
-    settings = follow_settings(
-        source=source,
-        target=target,
-        directory=directory,
-        filters=filters,
-        apply_jobs=apply_jobs,
-        log=LogSettings(verbose, quiet),
-    )
-    require_stream(directory)
-    compare = CompareSettings(
-        settings.source,
-        settings.target,
-        jobs,
-        rows=rows,
-        filters=options.read_rules(filters),
-    )
-    engine = Engine(
-        master or default_master(max(jobs, apply_jobs)), parse_conf(conf), directory / "spark.log"
-    )
-    with engine, open_follow_display(quiet=quiet, metrics_port=None) as display:
-        engine.start()
-        result = run_cutover(settings, compare, engine, display)
-    _print_cutover(result, as_json=as_json, rows=rows)
+    with _opened(asked) as (engine, display):
+        settings = asked.follow_settings()
+        compare = CompareSettings(
+            settings.source,
+            settings.target,
+            asked.compare_jobs,
+            rows=asked.rows,
+            filters=options.read_rules(asked.filters),
+        )
+        result = run(settings, compare, engine, display)
+    _print_cutover(result, as_json=asked.as_json, rows=asked.rows)
     raise_difference(result.compared)
 
 
-def follow_settings(
-    *,
-    source: str,
-    target: str,
-    directory: Path,
-    filters: Path | None = None,
-    apply_jobs: int = 1,
-    on_conflict: OnConflict = OnConflict.STOP,
-    max_spool: str = "0",
-    max_slot_lag: str = "0",
-    keep_spool: bool = False,
-    no_binary: bool = False,
-    log: LogSettings,
-) -> FollowSettings:
-    """What the engine has to know; looks up what the filters leave out."""
-    from millrace.stream.begin import read_left
-
-    dsn = resolve(options.parse_dsn(source, "source"))
-    return FollowSettings(
-        source=dsn,
-        target=resolve(options.parse_dsn(target, "target")),
-        directory=directory,
-        apply_jobs=apply_jobs,
-        on_conflict=on_conflict,
-        max_spool_bytes=parse_size(max_spool) or None,
-        max_slot_lag_bytes=parse_size(max_slot_lag) or None,
-        binary=not no_binary,
-        keep_spool=keep_spool,
-        left=read_left(dsn, options.read_rules(filters)),
-        log=log,
-    )
+@contextmanager
+def _opened(asked: Asked) -> Iterator[tuple[Engine, FollowDisplay]]:
+    """Spark, starting, and a view; the end position is in its place."""
+    setup_logging(verbose=asked.verbose, quiet=asked.quiet, as_json=asked.log_json)
+    require_stream(asked.directory)
+    set_endpos(asked.directory, asked.endpos)
+    slots = max(asked.apply_jobs, asked.compare_jobs)
+    with (
+        asked.engine(slots) as engine,
+        open_follow_display(quiet=asked.quiet, metrics_port=asked.metrics_port) as display,
+    ):
+        engine.start()
+        yield engine, display
 
 
 def require_stream(directory: Path) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import typer
 
 from millrace import __version__
-from millrace.cli import asked, clone, compare, copy, demo, follow, list_, snapshot
+from millrace.cli import asked, clone, compare, copy, demo, follow, list_, snapshot, stream
 from millrace.errors import ConfigError, InvariantError, MillraceError, MismatchError
 from millrace.log import redact
 
@@ -37,11 +37,12 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 app.command("clone")(asked.command(clone.clone))
-app.command("follow")(follow.follow)
-app.command("cutover")(follow.cutover)
+app.command("follow")(asked.command(follow.follow, follow.FOLLOW_OPTIONS))
+app.command("cutover")(asked.command(follow.cutover, follow.CUTOVER_OPTIONS))
 app.command("demo")(demo.demo)
 app.command("snapshot")(snapshot.snapshot)
 app.add_typer(copy.copy_app, name="copy")
@@ -49,6 +50,7 @@ app.add_typer(copy.dump_app, name="dump")
 app.add_typer(copy.restore_app, name="restore")
 app.add_typer(list_.app, name="list")
 app.add_typer(compare.app, name="compare")
+app.add_typer(stream.app, name="stream")
 
 
 @app.command()

@@ -13,10 +13,12 @@ from millrace.clone.split import SplitSettings
 from millrace.config.dsn import Dsn
 from millrace.config.size import parse_size
 from millrace.errors import ConfigError
+from millrace.stream.settings import OnConflict
 
 # Titles of groups of options in --help.
 COPY = "Copy"
 WHAT = "What is copied"
+STREAM = "Changes"
 
 Source = Annotated[
     str,
@@ -71,13 +73,98 @@ Conf = Annotated[
     typer.Option("--conf", metavar="K=V", help="A Spark setting; may be given again."),
 ]
 SlotName = Annotated[
-    str, typer.Option(envvar="MILLRACE_SLOT_NAME", help="Name of the slot, with --follow.")
+    str,
+    typer.Option(
+        envvar="MILLRACE_SLOT_NAME",
+        help="Name of the replication slot to make.",
+        rich_help_panel=STREAM,
+    ),
 ]
 Plugin = Annotated[
     str,
     typer.Option(
         envvar="MILLRACE_PLUGIN",
-        help="Output plugin, with --follow: pgoutput, test_decoding or wal2json.",
+        help="Output plugin of the slot: pgoutput, test_decoding or wal2json.",
+        rich_help_panel=STREAM,
+    ),
+]
+ApplyJobs = Annotated[
+    int,
+    typer.Option(
+        envvar="MILLRACE_APPLY_JOBS",
+        min=1,
+        max=64,
+        help="Connections that apply, each with tables of its own. With 1 no source transaction "
+        "is ever seen in part; with more, tables may be at different transactions meanwhile. A "
+        "stream keeps the number it began with.",
+        rich_help_panel=STREAM,
+    ),
+]
+Conflict = Annotated[
+    OnConflict,
+    typer.Option(
+        "--on-conflict",
+        envvar="MILLRACE_ON_CONFLICT",
+        help="What to do about a change whose row is not there, or whose place is taken.",
+        rich_help_panel=STREAM,
+    ),
+]
+MaxSpool = Annotated[
+    str,
+    typer.Option(
+        envvar="MILLRACE_MAX_SPOOL",
+        metavar="SIZE",
+        help="Stop reading from the source while the spool holds more than this; 0: no limit.",
+        rich_help_panel=STREAM,
+    ),
+]
+MaxSlotLag = Annotated[
+    str,
+    typer.Option(
+        envvar="MILLRACE_MAX_SLOT_LAG",
+        metavar="SIZE",
+        help="Warn, or stop if the spool is full, when the slot makes the source keep more WAL "
+        "than this; 0: no limit.",
+        rich_help_panel=STREAM,
+    ),
+]
+EndPos = Annotated[
+    str,
+    typer.Option(
+        "--endpos",
+        envvar="MILLRACE_ENDPOS",
+        metavar="LSN",
+        help="End when everything up to here is applied, and nothing after it.",
+        show_default=False,
+        rich_help_panel=STREAM,
+    ),
+]
+KeepSpool = Annotated[
+    bool,
+    typer.Option(
+        "--keep-spool",
+        help="Do not remove what is applied from the spool.",
+        rich_help_panel=STREAM,
+    ),
+]
+NoBinary = Annotated[
+    bool,
+    typer.Option(
+        "--no-binary",
+        envvar="MILLRACE_NO_BINARY",
+        help="Receive values as text, even where all types could come in binary.",
+        rich_help_panel=STREAM,
+    ),
+]
+MetricsPort = Annotated[
+    int | None,
+    typer.Option(
+        envvar="MILLRACE_METRICS_PORT",
+        min=1,
+        max=65535,
+        help="Serve Prometheus metrics on this port.",
+        show_default=False,
+        rich_help_panel=STREAM,
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]

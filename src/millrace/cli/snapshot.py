@@ -15,6 +15,7 @@ from millrace.cli import options
 from millrace.log import setup_logging
 from millrace.postgres.connect import resolve
 from millrace.snapshot.holder import CHECK_SECONDS, hold, stop_held
+from millrace.stream.slot import prepare_source
 
 log = logging.getLogger(__name__)
 
@@ -57,8 +58,13 @@ def snapshot(
         return
     dsn = resolve(options.parse_dsn(source, "source"))
     slot = slot_name if follow else None
-    with suppress(KeyboardInterrupt), hold(directory, dsn, slot=slot, plugin=plugin) as pair:
-        held, check = pair
+
+    def prepare() -> None:
+        for warning in prepare_source(dsn, slot_name, plugin):
+            log.warning("source: %s", warning)
+
+    holding = hold(directory, dsn, slot=slot, plugin=plugin, before_slot=prepare)
+    with suppress(KeyboardInterrupt), holding as (held, check):
         print(json.dumps(asdict(held)) if as_json else held.id, flush=True)
         log.info("holding snapshot %s of %s for %s", held.id, held.source, directory)
         while True:

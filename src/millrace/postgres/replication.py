@@ -28,7 +28,7 @@ from psycopg import pq
 from psycopg.pq.abc import PGconn, PGresult
 
 from millrace.config.dsn import Dsn
-from millrace.errors import ConnectionLost, FormatError, MillraceError, SlotLost
+from millrace.errors import ConnectionLost, FormatError, MillraceError
 from millrace.lsn import render_lsn
 from millrace.postgres.connect import APPLICATION, error_for, session_sql
 from millrace.postgres.libpq import drain, execute, result_error
@@ -40,6 +40,7 @@ from millrace.postgres.pgoutput import (
     scan,
 )
 from millrace.postgres.quote import ident, literal
+from millrace.postgres.slot import slot_error
 
 # What one read may take; a larger frame makes the buffer grow until it is passed on.
 BUFFER_BYTES: Final = 4 * 1024 * 1024
@@ -52,9 +53,6 @@ SILENCE_SECONDS: Final = 120.0
 # How long a server gets to end a stream that we end.
 GOODBYE_SECONDS: Final = 1.0
 
-OBJECT_IN_USE: Final = "55006"
-_UNDEFINED_OBJECT = "42704"
-_NOT_IN_PREREQUISITE_STATE = "55000"
 # Notices, changed parameters and notifications have no meaning here.
 _IGNORED = b"NSA"
 
@@ -292,7 +290,7 @@ class _LibpqStream:
             connection.send_query(command.encode())
             result = self._first_result()
             if result.status != pq.ExecStatus.COPY_BOTH:
-                raise _slot_error(result_error(result, f"streaming from slot {slot}"), slot)
+                raise slot_error(result_error(result, f"streaming from slot {slot}"), slot)
             connection.nonblocking = 1
         except PsycopgError as error:
             self.close()
@@ -360,7 +358,7 @@ class _LibpqStream:
         for result in drain(self._connection):
             if result.status == pq.ExecStatus.FATAL_ERROR:
                 error = result_error(result, f"streaming from slot {self._slot}")
-                raise _slot_error(error, self._slot)
+                raise slot_error(error, self._slot)
         raise _lost("the server ended the stream")
 
 
@@ -397,24 +395,7 @@ def stream_error(message: _Message, slot: str) -> MillraceError:
         fields.get(b"M", "it failed without a message"),
         f"streaming from slot {slot}",
     )
-    return _slot_error(error, slot)
-
-
-def _slot_error(error: MillraceError, slot: str) -> MillraceError:
-    """SlotLost, if that is what the server's words mean."""
-    sqlstate = error.facts.get("sqlstate")
-    is_gone = sqlstate == _UNDEFINED_OBJECT and "replication slot" in error.message
-    is_invalid = sqlstate == _NOT_IN_PREREQUISITE_STATE and "slot" in error.message
-    return slot_lost(slot, error.message) if is_gone or is_invalid else error
-
-
-def slot_lost(slot: str, reason: str) -> SlotLost:
-    return SlotLost(
-        f"replication slot {slot} can't be used: {reason}",
-        hint="changes are missing that the source no longer has: remove what is left with "
-        "`millrace stream cleanup`, and make a new clone",
-        slot=slot,
-    )
+    return slot_error(error, slot)
 
 
 def _option(value: str) -> str:

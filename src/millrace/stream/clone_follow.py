@@ -6,13 +6,15 @@ whole. So nothing of the source is missed and nothing is applied to a table that
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 
 from millrace.clone.engine import Engine
 from millrace.clone.run import CloneResult, clone, is_finished
 from millrace.clone.settings import CloneSettings
-from millrace.errors import ConfigError
+from millrace.errors import ConfigError, MillraceError
 from millrace.postgres.connect import resolve
 from millrace.stream.begin import forget_stream, open_slot_snapshot
 from millrace.stream.follow import follow, receive_settings, require_setup
@@ -20,6 +22,9 @@ from millrace.stream.progress import FollowReporter, FollowResult
 from millrace.stream.receiver import Receiver
 from millrace.stream.sentinel import Sentinel
 from millrace.stream.settings import FollowSettings, SlotSettings
+from millrace.stream.warm_up import warm_up
+
+log = logging.getLogger(__name__)
 
 
 def clone_and_follow(
@@ -55,9 +60,18 @@ def clone_and_follow(
             receive_settings(follow_settings, setup), directory, follow_settings.log
         )
         receiver.start()
+        threading.Thread(target=_warm_up, args=(engine,), daemon=True).start()
         try:
             on_cloned(clone(clone_settings, engine, reporter))
         except BaseException:
             receiver.stop()
             raise
     return follow(follow_settings, engine, reporter, receiver=receiver)
+
+
+def _warm_up(engine: Engine) -> None:
+    """The copy leaves time for what apply would wait for."""
+    try:
+        engine.call(warm_up, 0, "compile")
+    except MillraceError as error:
+        log.debug("%s", error)  # apply compiles for itself

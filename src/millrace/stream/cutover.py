@@ -26,7 +26,7 @@ from millrace.stream.progress import FollowReporter
 from millrace.stream.sentinel import Sentinel
 from millrace.stream.settings import FollowSettings
 from millrace.stream.spool import SpoolReader
-from millrace.workdir.lock import read_holder
+from millrace.workdir.lock import open_lock
 
 log = logging.getLogger(__name__)
 
@@ -56,9 +56,11 @@ def read_end(connection: Connection) -> int:
         if row and row[0]:
             function = "pg_last_wal_replay_lsn"
         else:
-            # A commit that waits for the disk takes the ones before it along.
+            # A commit that waits for the disk takes the ones before it along. It must have
+            # written something, else it does not wait.
             connection.execute(
-                "BEGIN; SET LOCAL synchronous_commit = local; SELECT pg_current_xact_id(); COMMIT"
+                "BEGIN; SET LOCAL synchronous_commit = local;"
+                " SELECT pg_logical_emit_message(true, 'millrace', 'end'); COMMIT"
             )
             function = "pg_current_wal_flush_lsn"
         row = connection.execute(f"SELECT {function}()::text").fetchone()
@@ -95,18 +97,24 @@ def cutover(
 
 
 def _wait_for_other(settings: FollowSettings, sentinel: Sentinel) -> bool:
-    """Whether another process follows here; waits until it has come to the end."""
-    if read_holder(settings.directory) is None:
-        return False
-    log.info("another millrace follows here; waiting until it has applied everything")
-    while read_holder(settings.directory) is not None:
+    """Whether another process has followed to the end; waits for one that is still there."""
+    log.info("waiting until the millrace that follows here has applied everything")
+    while not _is_free(settings):
         time.sleep(POLL_SECONDS)
-    # It may have been stopped before the end: the rest is done here.
+    # It may never have been there, or have been stopped before the end.
     state = sentinel.read()
     spool = SpoolReader(settings.directory)
-    return (state.flushed_lsn or 0) >= (state.endpos or 0) and spool.plan(
-        state.applied_lsn or 0, 1, state.endpos
-    ) is None
+    return (state.flushed_lsn or 0) >= (state.endpos or 0) and (
+        spool.plan(state.applied_lsn or 0, 1, state.endpos) is None
+    )
+
+
+def _is_free(settings: FollowSettings) -> bool:
+    try:
+        with open_lock(settings.directory):
+            return True
+    except WorkDirError:
+        return False
 
 
 def _check_applied(settings: FollowSettings, sentinel: Sentinel, endpos: int) -> None:

@@ -11,6 +11,7 @@ import threading
 import time
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 from millrace.clone.engine import Engine
 from millrace.errors import WorkDirError
@@ -20,7 +21,7 @@ from millrace.postgres.encoding import python_encoding
 from millrace.stream.apply_task import ApplyTask
 from millrace.stream.catchup import Catchup
 from millrace.stream.progress import FollowProgress, FollowReporter, FollowResult
-from millrace.stream.receive import ReceiveSettings
+from millrace.stream.receive import Received, ReceiveSettings
 from millrace.stream.receiver import Receiver
 from millrace.stream.sentinel import Sentinel, StreamSetup
 from millrace.stream.settings import FollowSettings
@@ -103,11 +104,51 @@ def follow(
                 cancel_sessions(settings.target, f"{APPLICATION} apply {setup.slot_name}%")
 
 
+def apply_spooled(
+    settings: FollowSettings, engine: Engine, reporter: FollowReporter, *, waits: bool
+) -> FollowResult:
+    """Apply what is spooled; if it `waits`, what another process spools as well, until the end
+    position."""
+    with open_lock(settings.directory), Sentinel(settings.directory) as sentinel:
+        setup = require_setup(sentinel, settings.directory)
+        catchup = open_catchup(settings, setup, engine, sentinel)
+        receiver = _Others(sentinel) if waits else _Nobody()
+        return _Follow(catchup, receiver, sentinel, settings, reporter).run()
+
+
+class _Source(Protocol):
+    """Whoever fills the spool."""
+
+    def check(self) -> Received | None:
+        """How it ended, once it has."""
+
+
+class _Nobody:
+    """The spool is what it is."""
+
+    def check(self) -> Received | None:
+        return Received(0, 0, False)
+
+
+class _Others:
+    """Another process fills the spool; it tells through the sentinel."""
+
+    def __init__(self, sentinel: Sentinel) -> None:
+        self._sentinel = sentinel
+
+    def check(self) -> Received | None:
+        state = self._sentinel.read()
+        flushed = state.flushed_lsn or 0
+        if state.endpos is None or flushed < state.endpos:
+            return None
+        return Received(flushed, flushed, True)
+
+
 class _Follow:
     def __init__(
         self,
         catchup: Catchup,
-        receiver: Receiver,
+        receiver: _Source,
         sentinel: Sentinel,
         settings: FollowSettings,
         reporter: FollowReporter,

@@ -18,6 +18,7 @@ from millrace.postgres.encoding import python_encoding
 from millrace.postgres.pgoutput import Messages, RelationVersion, decode_relation
 from millrace.postgres.quote import ident
 from millrace.stream.publication import publication_names
+from millrace.stream.translate import TextPlugin
 
 Connection = psycopg.Connection[tuple[Any, ...]]
 
@@ -53,6 +54,8 @@ def open_plugin(
     reconnect: Callable[[], Connection],
 ) -> Plugin:
     """The plugin, with what it must know of the source."""
+    if name != "pgoutput":
+        return TextPlugin(name, catalog, encoding, reconnect)
     return Pgoutput(catalog, slot, encoding, binary=binary, reconnect=reconnect)
 
 

@@ -30,17 +30,16 @@ from millrace.lsn import render_lsn
 from millrace.postgres.connect import connect, translated
 from millrace.postgres.pgoutput import FRAME_HEADER_BYTES, Messages
 from millrace.postgres.replication import (
-    OBJECT_IN_USE,
     SILENCE_SECONDS,
     FrameBuffer,
     ReplicationStream,
     encode_feedback,
     open_replication,
     read_system_identifier,
-    slot_lost,
     start_replication,
     take_other_message,
 )
+from millrace.postgres.slot import OBJECT_IN_USE, slot_lost
 from millrace.retry import is_transient, iter_pauses
 from millrace.stream.plugin import Plugin, UnsafeBinary, open_plugin
 from millrace.stream.sentinel import Sentinel

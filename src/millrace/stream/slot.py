@@ -16,7 +16,7 @@ from millrace.config.dsn import Dsn
 from millrace.errors import ConfigError, ServerError
 from millrace.lsn import parse_lsn, render_lsn
 from millrace.postgres.connect import connect, translated
-from millrace.postgres.replication import slot_lost
+from millrace.postgres.slot import slot_lost
 from millrace.snapshot.holder import create_slot
 from millrace.stream.position import drop_position
 from millrace.stream.publication import (

@@ -493,17 +493,27 @@ def prune(directory: Path, applied_lsn: int) -> int:
     """Remove the segments whose transactions all end at or before `applied_lsn`; the bytes
     freed. The newest segment stays."""
     folder = directory / FOLDER
-    files = list_segments(folder)
-    needed = _first_needed(files, applied_lsn)
     removed = 0
-    for file, following in pairwise(files):
-        if following.position > needed:
-            break
+    for file, size in _prunable(folder, applied_lsn):
         remove_segment(file)
-        removed += following.position - file.position
+        removed += size
     if removed:
         sync_folder(folder)
     return removed
+
+
+def prunable_bytes(directory: Path, applied_lsn: int) -> int:
+    """How much `prune` would free."""
+    return sum(size for _, size in _prunable(directory / FOLDER, applied_lsn))
+
+
+def _prunable(folder: Path, applied_lsn: int) -> Iterator[tuple[SegmentFile, int]]:
+    files = list_segments(folder)
+    needed = _first_needed(files, applied_lsn)
+    for file, following in pairwise(files):
+        if following.position > needed:
+            return
+        yield file, following.position - file.position
 
 
 def _first_needed(files: list[SegmentFile], applied_lsn: int) -> int:

@@ -47,7 +47,7 @@ def render_column(
 def _one_by_one(
     type_: BinaryType, buffer: Bytes, at: Positions, size: Positions, encoding: str
 ) -> RenderedColumn:
-    view = memoryview(np.ascontiguousarray(buffer))
+    view = np.ascontiguousarray(buffer).data
     render = type_.renderer
     places = list(zip(at.tolist(), (at + size).tolist(), strict=True))
     try:
@@ -105,7 +105,8 @@ def _numbers(buffer: Bytes, at: Positions, size: Positions, kind: str) -> NDArra
         return None
     places = at[:, None] + np.arange(width)
     numbers = buffer[places].reshape(-1).view(kind)
-    return numbers.astype(np.dtype(kind).newbyteorder("="))
+    native: NDArray[Any] = numbers.astype(np.dtype(kind).newbyteorder("="))
+    return native
 
 
 def _dates(buffer: Bytes, at: Positions, size: Positions) -> RenderedColumn | None:

@@ -18,6 +18,7 @@ Texts = tuple[Bytes, NDArray[np.int64]]
 # `294277-01-09 04:00:54.775807+00 BC` and `5874898-01-01` are the longest.
 _TIMESTAMP_BYTES = 36
 _DATE_BYTES = 16
+_HEXADECIMAL = np.frombuffer(b"0123456789abcdef", np.uint8)
 
 
 def render_dates(days: NDArray[np.int64]) -> Texts:
@@ -265,6 +266,6 @@ def _hexadecimal(
                 end += 1
                 dash += 1
             byte = buffer[positions[row] + i]
-            for half in (byte >> 4, byte & 15):
-                out[end] = half + (48 if half < 10 else 87)
-                end += 1
+            out[end] = _HEXADECIMAL[byte >> 4]
+            out[end + 1] = _HEXADECIMAL[byte & 15]
+            end += 2

@@ -11,6 +11,7 @@ begins at 1e15, for float4 at 1e6); numeric.c, numeric_send(), get_str_from_var(
 
 from __future__ import annotations
 
+import math
 import struct
 from fractions import Fraction
 from typing import Final
@@ -57,28 +58,25 @@ def render_float8(data: bytes, encoding: str) -> str:
 
 def render_double(value: float) -> str:
     """A float8."""
-    if value != value or value in (np.inf, -np.inf):
+    if value != value or math.isinf(value):
         return _render_special(value)
     shortest = repr(value)
     if abs(value) >= _HALFWAY_FROM:
-        following = float(np.nextafter(abs(value), np.inf))
-        previous = float(np.nextafter(abs(value), 0.0))
+        following = math.nextafter(abs(value), math.inf)
+        previous = math.nextafter(abs(value), 0.0)
         shortest = _between(shortest, abs(value), previous, following, _MAX_DIGITS)
     return _in_notation(shortest, value < 0 or shortest.startswith("-"), 15)
 
 
 def render_single(value: float) -> str:
     """A float4, given as the double that equals it."""
-    if value != value or value in (np.inf, -np.inf):
+    if value != value or math.isinf(value):
         return _render_special(value)
     single = np.float32(value)
     shortest = np.format_float_scientific(single, unique=True, trim="-")
     if abs(value) >= _HALFWAY_FROM_SINGLE:
-        magnitude = np.float32(abs(value))
-        following = float(np.nextafter(magnitude, np.float32(np.inf)))
-        if following == np.inf:
-            following = 2.0**128
-        previous = float(np.nextafter(magnitude, np.float32(0)))
+        (bits,) = struct.unpack(">I", struct.pack(">f", abs(value)))
+        previous, following = struct.unpack(">2f", struct.pack(">2I", bits - 1, bits + 1))
         shortest = _between(shortest, abs(value), previous, following, _MAX_DIGITS_SINGLE)
     return _in_notation(shortest, value < 0 or shortest.startswith("-"), 6)
 
@@ -92,8 +90,9 @@ def _render_special(value: float) -> str:
 def _between(shortest: str, value: float, previous: float, following: float, digits: int) -> str:
     """The shortest form, unless it is a halfway point: then one with more digits."""
     low = (Fraction(previous) + Fraction(value)) / 2
-    # The largest double has no finite neighbour; as far away as the one below is right for it.
-    above = Fraction(following) if following != np.inf else 2 * Fraction(value) - Fraction(previous)
+    # The largest number has no finite neighbour; as far away as the one below is right for it.
+    is_last = following == math.inf
+    above = 2 * Fraction(value) - Fraction(previous) if is_last else Fraction(following)
     high = (above + Fraction(value)) / 2
     found = shortest.lstrip("-")
     count = len(found.partition("e")[0].replace(".", "").strip("0"))

@@ -98,14 +98,11 @@ def render_snapshot(data: bytes, encoding: str) -> str:
 def _render_ipv6(address: bytes) -> str:
     words = struct.unpack(">8H", address)
     first, count = _longest_zeros(words)
-    # Addresses that hold one of IPv4 are printed with it; `::1` is none of them.
-    is_ipv4 = first == 0 and (
-        count == 6 or (count == 7 and words[7] != 1) or (count == 5 and words[5] == 0xFFFF)
-    )
+    # Addresses that hold one of IPv4 are printed with it.
+    is_ipv4 = first == 0 and (count == 6 or (count == 5 and words[5] == 0xFFFF))
     shown = [f"{word:x}" for word in words]
     if is_ipv4:
         shown[6:] = [".".join(map(str, address[12:]))]
-        count = min(count, 6)
     if count < 2:
         return ":".join(shown)
     return ":".join(shown[:first]) + "::" + ":".join(shown[first + count :])

@@ -1,0 +1,390 @@
+"""Messages of test_decoding and wal2json as pgoutput's.
+
+Invariant: a row that leaves here says no more and no less than the plugin did: a column that was
+not sent is NULL in an old key, unchanged in an update, and never made up.
+
+These plugins name tables and columns, but neither keys nor OIDs; those come from the catalog as it
+is now, read again when a name is new. As with our publications, partitions go by the name of their
+root, generated columns are left out, and of a table without replica identity only inserts and
+TRUNCATE are followed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import psycopg
+
+from millrace.errors import FormatError, PreflightError
+from millrace.lsn import render_lsn
+from millrace.postgres import test_decoding, wal2json
+from millrace.postgres.connect import server_encoding, translated
+from millrace.postgres.encoding import python_encoding
+from millrace.postgres.pgoutput import (
+    UNCHANGED,
+    Begin,
+    Commit,
+    Messages,
+    RelationColumn,
+    RelationVersion,
+    Truncate,
+    Unchanged,
+    Value,
+    encode_begin,
+    encode_commit,
+    encode_delete,
+    encode_frame,
+    encode_insert,
+    encode_relation,
+    encode_truncate,
+    encode_update,
+    scan,
+)
+from millrace.postgres.plugin_change import (
+    BeginText,
+    CommitText,
+    Row,
+    RowText,
+    TruncateText,
+)
+
+log = logging.getLogger(__name__)
+
+Connection = psycopg.Connection[tuple[Any, ...]]
+
+# Their NaN and infinity come as null from an old wal2json.
+_NUMBERS_OIDS = (700, 701, 1700)
+
+# What a name in a message can be: a table, a partition (which goes by its root), or something that
+# is not followed, such as a materialized view that is refreshed concurrently.
+_TABLES = """
+SELECT n.nspname, c.relname, c.relkind IN ('r', 'p') AND n.nspname NOT IN
+         ('millrace', 'replication', 'information_schema') AND n.nspname !~ '^pg_',
+       root.oid::int8, rn.nspname, root.relname, root.relreplident::text, c.relreplident::text,
+       array(SELECT a.attname::text FROM pg_attribute a WHERE a.attrelid = root.oid
+              AND a.attnum > 0 AND NOT a.attisdropped AND a.attgenerated = '' ORDER BY a.attnum),
+       array(SELECT a.atttypid::int8 FROM pg_attribute a WHERE a.attrelid = root.oid
+              AND a.attnum > 0 AND NOT a.attisdropped AND a.attgenerated = '' ORDER BY a.attnum),
+       array(SELECT a.atttypmod FROM pg_attribute a WHERE a.attrelid = root.oid
+              AND a.attnum > 0 AND NOT a.attisdropped AND a.attgenerated = '' ORDER BY a.attnum),
+       array(SELECT a.attname::text FROM pg_attribute a WHERE a.attrelid = c.oid
+              AND a.attnum > 0 AND NOT a.attisdropped AND a.attgenerated <> ''),
+       array(SELECT a.attname::text FROM pg_index i
+               JOIN pg_attribute a ON a.attrelid = c.oid AND a.attnum = ANY(i.indkey)
+              WHERE i.indrelid = c.oid AND i.indisvalid AND i.indimmediate AND
+                    CASE c.relreplident WHEN 'd' THEN i.indisprimary
+                                        WHEN 'i' THEN i.indisreplident END)
+  FROM pg_class c
+  JOIN pg_namespace n ON n.oid = c.relnamespace
+  JOIN pg_class root ON root.oid = CASE WHEN c.relispartition
+                                        THEN pg_partition_root(c.oid) ELSE c.oid END
+  JOIN pg_namespace rn ON rn.oid = root.relnamespace
+ WHERE c.relkind IN ('r', 'p', 'm')
+"""
+
+
+@dataclass(frozen=True)
+class KnownTable:
+    """A table by the name that a plugin calls it."""
+
+    is_followed: bool
+    # Of the table itself, or of the root of its partitions.
+    oid: int
+    schema: str
+    name: str
+    root_identity: str
+    # Of the table itself, as in pg_class.relreplident.
+    replica_identity: str
+    types: dict[str, tuple[int, int]]
+    generated: frozenset[str]
+    key: frozenset[str]
+
+    @property
+    def has_identity(self) -> bool:
+        return self.replica_identity == "f" or bool(self.key)
+
+
+class TextPlugin:
+    """A plugin whose messages are text, on one connection."""
+
+    is_text = True
+
+    def __init__(
+        self, name: str, catalog: Connection, encoding: str, reconnect: Callable[[], Connection]
+    ) -> None:
+        self._name = name
+        self._module: ModuleType = {"test_decoding": test_decoding, "wal2json": wal2json}[name]
+        self.options: dict[str, str] = dict(self._module.OPTIONS)
+        # The walsender converts nothing for these plugins.
+        self._from = python_encoding(server_encoding(catalog))
+        self._to = python_encoding(encoding)
+        self._reconnect = reconnect
+        self._tables = _read_tables(catalog)
+        if name == "wal2json":
+            self._check_numbers(catalog)
+        # The version of each relation that was sent last on this connection.
+        self._sent: dict[int, RelationVersion] = {}
+        self._end_lsn = 0
+        self._last_lsn = 0
+        self._truncate: tuple[int, TruncateText] | None = None
+        self._warned: set[tuple[str, str]] = set()
+
+    def describe(self) -> str:
+        return f"by {self._name}"
+
+    def translate(self, frames: memoryview, messages: Messages) -> tuple[memoryview, Messages]:
+        out: list[bytes] = []
+        for offset, length, lsn in zip(
+            messages.offset.tolist(), messages.length.tolist(), messages.lsn.tolist(), strict=True
+        ):
+            text = str(frames[offset : offset + length], self._from, "surrogateescape")
+            self._translate(text, lsn, out)
+        data = b"".join(out)
+        return memoryview(data), scan(np.frombuffer(data, np.uint8), len(data))
+
+    def _translate(self, text: str, lsn: int, out: list[bytes]) -> None:
+        change = self._module.parse_message(text)
+        if self._truncate is not None:
+            # wal2json tells of one TRUNCATE table by table, at one position.
+            at, truncate = self._truncate
+            if isinstance(change, TruncateText) and at == lsn:
+                self._truncate = (lsn, _joined(truncate, change))
+                return
+            self._flush_truncate(out)
+        if isinstance(change, TruncateText):
+            self._truncate = (lsn, change)
+        elif isinstance(change, RowText):
+            self._put_row(change, lsn, out)
+        elif isinstance(change, BeginText):
+            begin = Begin(change.commit_lsn, change.committed_at_microseconds, change.xid)
+            out.append(encode_frame(encode_begin(begin), lsn))
+        elif isinstance(change, CommitText):
+            # The frame of a commit has the transaction's end. Where its commit record begins
+            # test_decoding does not say: after its last change and the commit before it.
+            end_lsn = change.end_lsn or lsn
+            commit_lsn = change.commit_lsn or max(self._end_lsn, self._last_lsn)
+            commit = Commit(min(commit_lsn, end_lsn), end_lsn, change.committed_at_microseconds)
+            out.append(encode_frame(encode_commit(commit), end_lsn))
+            self._end_lsn = end_lsn
+        self._last_lsn = lsn
+
+    def _put_row(self, change: RowText, lsn: int, out: list[bytes]) -> None:
+        table = self._table(change.schema, change.table, lsn)
+        if not table.is_followed:
+            return
+        if change.kind != "I" and not table.has_identity:
+            self._warn(table)
+            return
+        new = _without(change.new, table.generated)
+        old = _without(change.old, table.generated)
+        relation = self._relation(table, new, old, lsn, may_omit=change.may_omit)
+        self._put_relation(relation, lsn, out)
+        is_key = table.replica_identity != "f"
+        if change.kind == "I":
+            message = encode_insert(relation.oid, self._values(relation, new, None))
+        elif change.kind == "D":
+            if old is None:
+                raise FormatError(
+                    f"{self._name}: a delete in {table.schema}.{table.name} at {render_lsn(lsn)} "
+                    "has no old row"
+                )
+            values = self._values(relation, old, None)
+            message = encode_delete(relation.oid, values, old_is_key=is_key)
+        else:
+            if is_key and old is not None and new is not None and _same_key(old, new):
+                old = None
+            before = None if old is None else self._values(relation, old, None)
+            after = self._values(relation, new, UNCHANGED)
+            message = encode_update(relation.oid, after, before, old_is_key=is_key)
+        out.append(encode_frame(message, lsn))
+
+    def _flush_truncate(self, out: list[bytes]) -> None:
+        if self._truncate is None:
+            return
+        lsn, change = self._truncate
+        self._truncate = None
+        oids: list[int] = []
+        for schema, name in change.tables:
+            table = self._table(schema, name, lsn)
+            if not table.is_followed or table.oid in oids:
+                continue
+            is_root = (table.schema, table.name) == (schema, name)
+            if not is_root and (table.schema, table.name) not in change.tables:
+                raise PreflightError(
+                    f"TRUNCATE of the partition {schema}.{name} alone, at {render_lsn(lsn)}, can't "
+                    "be followed",
+                    hint="truncate it on the target too, and make a new clone; or DELETE its rows",
+                )
+            self._put_relation(self._relation(table, None, None, lsn, may_omit=True), lsn, out)
+            oids.append(table.oid)
+        if oids:
+            truncate = Truncate(tuple(oids), change.cascade, change.restart_identity)
+            out.append(encode_frame(encode_truncate(truncate), lsn))
+
+    def _table(self, schema: str, name: str, lsn: int) -> KnownTable:
+        found = self._tables.get((schema, name))
+        if found is None:
+            self._read_again()
+            found = self._tables.get((schema, name))
+        if found is None:
+            raise PreflightError(
+                f"{self._name} sent a change of {schema}.{name} at {render_lsn(lsn)}, which the "
+                "source does not have now: it was renamed or dropped",
+                hint="plugin pgoutput can follow that: begin again with --plugin pgoutput",
+            )
+        return found
+
+    def _relation(
+        self, table: KnownTable, new: Row | None, old: Row | None, lsn: int, *, may_omit: bool
+    ) -> RelationVersion:
+        """The version of the relation that this row has."""
+        known = self._sent.get(table.oid)
+        names: list[str]
+        if known is not None:
+            names = [column.name for column in known.columns]
+        else:
+            names = list(table.types)
+        seen = new if new is not None else old or {}
+        if new is not None and not may_omit:
+            if set(names) != set(new):
+                names = list(new)
+        elif not set(seen) <= set(names):
+            names = [*names, *(name for name in seen if name not in names)]
+        if not set(names) <= set(table.types):
+            self._read_again()
+            table = self._table(table.schema, table.name, lsn)
+        columns = tuple(
+            RelationColumn(
+                name,
+                *table.types.get(name, (0, -1)),
+                table.replica_identity == "f" or name in table.key,
+            )
+            for name in names
+        )
+        return RelationVersion(table.oid, table.schema, table.name, table.root_identity, columns)
+
+    def _put_relation(self, relation: RelationVersion, lsn: int, out: list[bytes]) -> None:
+        if self._sent.get(relation.oid) != relation:
+            self._sent[relation.oid] = relation
+            out.append(encode_frame(encode_relation(relation, self._to), lsn))
+
+    def _values(
+        self, relation: RelationVersion, row: Row | None, missing: Unchanged | None
+    ) -> list[Value]:
+        found = row or {}
+        values: list[Value] = []
+        for column in relation.columns:
+            value = found.get(column.name, missing)
+            values.append(
+                value.encode(self._to, "surrogateescape") if isinstance(value, str) else value
+            )
+        return values
+
+    def _warn(self, table: KnownTable) -> None:
+        label = (table.schema, table.name)
+        if label not in self._warned:
+            self._warned.add(label)
+            log.warning(
+                "%s.%s has no replica identity: its updates and deletes are not followed", *label
+            )
+
+    def _read_again(self) -> None:
+        with self._reconnect() as catalog:
+            self._tables |= _read_tables(catalog)
+
+    def _check_numbers(self, catalog: Connection) -> None:
+        """Ask for numbers as strings; without that, NaN and infinity would become NULL."""
+        if _knows_option(catalog):
+            self.options[wal2json.NUMBERS_AS_STRINGS] = "1"
+            return
+        for table in self._tables.values():
+            for column, (type_oid, _) in table.types.items():
+                if table.is_followed and type_oid in _NUMBERS_OIDS:
+                    raise PreflightError(
+                        "the source's wal2json is older than 2.6 and sends NaN and infinity as "
+                        f"NULL; {table.schema}.{table.name}.{column} could hold one",
+                        hint="use --plugin pgoutput, or wal2json 2.6",
+                    )
+
+
+def _knows_option(catalog: Connection) -> bool:
+    """Whether wal2json can send numbers as strings: by trying, on a slot of its own."""
+    with translated("trying wal2json"):
+        name = f"millrace_try_{catalog.info.backend_pid}"
+        catalog.execute(
+            "SELECT pg_create_logical_replication_slot(%s, 'wal2json', temporary => true)", (name,)
+        )
+        try:
+            catalog.execute(
+                "SELECT pg_logical_slot_peek_changes(%s, NULL, 1, VARIADIC %s)",
+                (name, ["format-version", "2", wal2json.NUMBERS_AS_STRINGS, "1"]),
+            )
+        except psycopg.errors.InvalidParameterValue:
+            return False
+        finally:
+            # A failure has removed it already.
+            catalog.execute(
+                "SELECT pg_drop_replication_slot(slot_name) FROM pg_replication_slots"
+                " WHERE slot_name = %s",
+                (name,),
+            )
+    return True
+
+
+def _read_tables(catalog: Connection) -> dict[tuple[str, str], KnownTable]:
+    with translated("reading the source's tables"):
+        rows = catalog.execute(_TABLES).fetchall()
+    return {
+        (schema, name): KnownTable(
+            is_followed,
+            oid,
+            root_schema,
+            root_name,
+            root_identity,
+            identity,
+            {
+                column: (type_oid, modifier)
+                for column, type_oid, modifier in zip(columns, types, modifiers, strict=True)
+            },
+            frozenset(generated),
+            frozenset(key),
+        )
+        for (
+            schema,
+            name,
+            is_followed,
+            oid,
+            root_schema,
+            root_name,
+            root_identity,
+            identity,
+            columns,
+            types,
+            modifiers,
+            generated,
+            key,
+        ) in rows
+    }
+
+
+def _without(row: Row | None, names: frozenset[str]) -> Row | None:
+    if row is None or not names:
+        return row
+    return {name: value for name, value in row.items() if name not in names}
+
+
+def _same_key(old: Row, new: Row) -> bool:
+    return all(new.get(name) == value for name, value in old.items())
+
+
+def _joined(first: TruncateText, second: TruncateText) -> TruncateText:
+    return TruncateText(
+        first.tables + second.tables,
+        first.cascade or second.cascade,
+        first.restart_identity or second.restart_identity,
+    )

@@ -1,0 +1,205 @@
+"""Following: everything together, steered, killed, and in the end equal."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psycopg
+import pytest
+from tests.fixtures.followed import ACCOUNTS, Followed, lsn_of, open_followed, writing
+
+from millrace.clone.filter import FilterRules
+from millrace.config.dsn import Dsn
+from millrace.errors import ApplyError, WorkDirError
+from millrace.lsn import render_lsn
+from millrace.snapshot.holder import hold
+from millrace.spark.session import Engine
+from millrace.stream.begin import open_slot_snapshot
+from millrace.stream.metrics import serve_metrics
+from millrace.stream.sentinel import Sentinel
+from millrace.stream.settings import SlotSettings
+
+DEADLINE_SECONDS = 60.0
+
+
+@pytest.fixture
+def followed(source_db: str, target_db: str, tmp_path: Path, engine: Engine) -> Iterator[Followed]:
+    with open_followed(source_db, target_db, tmp_path / "work", engine) as opened:
+        yield opened
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.05)
+
+
+def test_no_source_transaction_is_ever_seen_in_part(followed: Followed) -> None:
+    seen: set[int] = set()
+    stop = threading.Event()
+
+    def read() -> None:
+        with psycopg.connect(followed.target, autocommit=True) as connection:
+            while not stop.is_set():
+                row = connection.execute(
+                    "SELECT sum(balance), (SELECT count(*) FROM transfer) FROM account"
+                ).fetchone()
+                assert row is not None
+                if row[0] != ACCOUNTS * 1000:
+                    torn.append(row[0])
+                seen.add(row[1])
+
+    torn: list[int] = []
+    reader = threading.Thread(target=read)
+    with writing(followed.source, seed=1) as written:
+        running = followed.start()
+        reader.start()
+        wait_until(lambda: written() > 300 and len(seen) > 5)
+    followed.set_endpos(followed.end())
+    running.join(DEADLINE_SECONDS)
+    stop.set()
+    reader.join()
+    assert not torn
+    assert followed.result.reached_endpos
+    followed.assert_equal()
+
+
+def test_end_position_cuts_between_transactions(followed: Followed) -> None:
+    start = followed.end()
+    first = lsn_of(followed.source, "INSERT INTO seat VALUES (101, 101)")
+    with psycopg.connect(followed.source) as open_one:
+        open_one.execute("SET synchronous_commit = on")
+        open_one.execute("INSERT INTO seat VALUES (102, 102)")
+        middle = lsn_of(followed.source, "INSERT INTO seat VALUES (103, 103)")
+        open_one.commit()
+
+    def there() -> list[int]:
+        with psycopg.connect(followed.target) as connection:
+            rows = connection.execute("SELECT id FROM seat WHERE id > 100 ORDER BY 1").fetchall()
+        return [row[0] for row in rows]
+
+    # In the past, on a source where nothing happens: it ends, with nothing applied.
+    followed.follow(start)
+    assert there() == []
+    followed.follow(first)
+    assert there() == [101]
+    # In the middle of a transaction that commits later.
+    followed.follow(middle)
+    assert there() == [101, 103]
+    # Now, with the source idle.
+    assert followed.follow().reached_endpos
+    assert there() == [101, 102, 103]
+    # And again, with nothing new at all.
+    assert followed.follow().transactions == 0
+    followed.assert_equal()
+
+
+def test_killed_workers_apply_nothing_twice(followed: Followed, tmp_path: Path) -> None:
+    with writing(followed.source, seed=2) as written:
+        wait_until(lambda: written() > 100)
+    points = []
+    for place in ("after_delete", "after_update", "before_commit", "after_commit"):
+        marker = tmp_path / place
+        marker.touch()
+        points.append(f"apply.{place}=kill@{marker}")
+    command = [
+        sys.executable, "-m", "millrace", "follow", "--quiet",
+        "--source", followed.source, "--target", followed.target,
+        "--dir", str(followed.directory), "--endpos", render_lsn(followed.end()),
+    ]  # fmt: skip
+    env = os.environ | {"MILLRACE_FAILPOINTS": ",".join(points)}
+    # Four deaths are one too many for a task; the next run goes on.
+    subprocess.run(command, env=env, check=False, timeout=DEADLINE_SECONDS, capture_output=True)
+    assert not [place for place in tmp_path.glob("*_*") if place.is_file()]
+    subprocess.run(command, check=True, timeout=DEADLINE_SECONDS, capture_output=True)
+    followed.assert_equal()
+
+
+def test_killed_receiver_is_started_again(followed: Followed) -> None:
+    with writing(followed.source, seed=3) as written:
+        running = followed.start()
+        for _ in range(2):
+            before = written()
+            wait_until(lambda before=before: written() > before + 50 and receivers() != [])
+            for pid in receivers():
+                os.kill(pid, signal.SIGKILL)
+            wait_until(lambda: receivers() == [])
+    followed.set_endpos(followed.end())
+    running.join(DEADLINE_SECONDS)
+    assert followed.result.reached_endpos
+    followed.assert_equal()
+
+
+def receivers() -> list[int]:
+    """Living child processes that receive."""
+    import multiprocessing
+
+    children = multiprocessing.active_children()
+    return [c.pid for c in children if c.name == "millrace receive" and c.pid and c.is_alive()]
+
+
+def test_several_workers_end_equal(followed: Followed) -> None:
+    with writing(followed.source, seed=4) as written:
+        wait_until(lambda: written() > 150)
+    assert followed.follow(apply_jobs=2).reached_endpos
+    followed.assert_equal()
+
+
+def test_apply_can_be_switched_off_and_on(followed: Followed) -> None:
+    with Sentinel(followed.directory) as sentinel:
+        sentinel.set_apply(False)
+        running = followed.start()
+        end = lsn_of(followed.source, "INSERT INTO seat VALUES (50, 50)")
+        sentinel.set_endpos(end)
+        wait_until(lambda: (sentinel.read().flushed_lsn or 0) >= end)
+        with psycopg.connect(followed.target) as connection:
+            row = connection.execute("SELECT count(*) FROM seat WHERE id = 50").fetchone()
+        assert row == (0,)
+        assert running.is_alive()
+        sentinel.set_apply(True)
+    running.join(DEADLINE_SECONDS)
+    followed.assert_equal()
+
+
+def test_conflict_stops_and_going_on_after_it_ends_equal(followed: Followed) -> None:
+    with psycopg.connect(followed.target) as connection:
+        connection.execute("DELETE FROM seat WHERE id = 3")
+    lsn_of(followed.source, "UPDATE seat SET place = 300 WHERE id = 3")
+    with pytest.raises(ApplyError, match=r"public\.seat"):
+        followed.follow()
+    with psycopg.connect(followed.target) as connection:
+        connection.execute("INSERT INTO seat VALUES (3, 3)")
+    followed.follow()
+    followed.assert_equal()
+
+
+def test_plain_snapshot_is_refused(source_db: str, target_db: str, tmp_path: Path) -> None:
+    source, target = Dsn.parse(source_db), Dsn.parse(target_db)
+    with (
+        hold(tmp_path, source),
+        pytest.raises(WorkDirError, match="no replication slot"),
+        open_slot_snapshot(tmp_path, source, target, SlotSettings(), FilterRules()),
+    ):
+        pass
+
+
+def test_metrics_are_served() -> None:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with serve_metrics(port) as metrics:
+        metrics.progress.transactions = 7
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+            text = answer.read().decode()
+    assert "\nmillrace_transactions_total 7\n" in text

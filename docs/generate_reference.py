@@ -68,10 +68,16 @@ def root_command() -> Any:
 
 def find_commands(name: str) -> dict[tuple[str, ...], Any]:
     """The command of this name, or all commands of the group of this name."""
-    found = root_command().commands[name]
+    return dict(_commands_below((name,), root_command().commands[name]))
+
+
+def _commands_below(names: tuple[str, ...], found: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Commands, with the groups that lead to them."""
     if not hasattr(found, "commands"):
-        return {(name,): found}
-    return {(name, below): command for below, command in found.commands.items()}
+        yield names, found
+        return
+    for below, command in found.commands.items():
+        yield from _commands_below((*names, below), command)
 
 
 def error_classes(cls: type[MillraceError] = MillraceError) -> Iterator[type[MillraceError]]:
@@ -99,11 +105,12 @@ def _command(names: tuple[str, ...], command: Any, *, heading: bool) -> Iterator
     name = " ".join(("millrace", *names))
     if heading:
         yield from (f"## {name}", "")
-    yield from ("```text", f"{name} [OPTIONS]", "```", "")
+    usage = " ".join((name, "[OPTIONS]", *(a.metavar or a.name for a in _arguments(command))))
+    yield from ("```text", usage, "```", "")
     yield from (inspect.cleandoc(command.help or ""), "")
     panels: dict[str, list[Any]] = {}
     for option in command.params:
-        if not getattr(option, "hidden", False):
+        if not getattr(option, "hidden", False) and option not in _arguments(command):
             panel = getattr(option, "rich_help_panel", None)
             title = f"Options: {panel.lower()}" if panel else "Options"
             panels.setdefault(title, []).append(option)
@@ -114,6 +121,11 @@ def _command(names: tuple[str, ...], command: Any, *, heading: bool) -> Iterator
         for option in options:
             yield _row(_names(option), _variable(option), _default(option), option.help or "")
         yield ""
+
+
+def _arguments(command: Any) -> list[Any]:
+    """What is given by place, not by name."""
+    return [option for option in command.params if option.param_type_name == "argument"]
 
 
 def _names(option: Any) -> str:

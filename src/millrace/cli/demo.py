@@ -7,32 +7,36 @@ they were asked to stay.
 from __future__ import annotations
 
 import signal
-import time
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from millrace.cli import options
 from millrace.cli.compare import raise_difference
-from millrace.cli.display import open_display, print_summary, render_seconds
-from millrace.clone.compare_run import CompareSettings, compare_data
-from millrace.clone.run import clone as run_clone
+from millrace.cli.display import print_summary, render_seconds
+from millrace.cli.follow import open_follow_display
+from millrace.clone.compare_run import CompareSettings
+from millrace.clone.run import CloneResult
 from millrace.clone.settings import CloneSettings
 from millrace.clone.split import SplitSettings
 from millrace.config.dsn import Dsn
 from millrace.demo.shop import Writers, create_shop
 from millrace.log import setup_logging
+from millrace.lsn import render_lsn
 from millrace.postgres.embedded import open_cluster
-from millrace.snapshot.export import open_snapshot
 from millrace.spark.session import Engine, default_master
+from millrace.stream.settings import FollowSettings, LogSettings, SlotSettings
 
 SOURCE_VERSION = 16
 TARGET_VERSION = 18
 JOBS = 4
 SPLIT_BYTES = 64 * 1024 * 1024
+# How long changes are followed before the cut-over.
+FOLLOW_SECONDS = 8.0
 
 
 def demo(
@@ -45,11 +49,11 @@ def demo(
     verbose: options.Verbose = 0,
     quiet: options.Quiet = False,
 ) -> None:
-    """Clone a busy shop database from PostgreSQL 16 to 18 and prove both sides equal.
+    """Move a busy shop database from PostgreSQL 16 to 18 and prove both sides equal.
 
-    Starts two throw-away servers, fills the source, lets writers loose on it, clones it
-    under one snapshot, and compares every table under that snapshot. Needs no PostgreSQL,
-    no Docker and no root.
+    Starts two throw-away servers, fills the source, lets writers loose on it, clones it under one
+    snapshot, applies what the writers change meanwhile, then stops them, cuts over and compares
+    every table. Needs no PostgreSQL, no Docker and no root.
     """
     setup_logging(verbose=verbose, quiet=quiet or not verbose)
     settings = {"max_wal_size": "4GB"}
@@ -62,46 +66,66 @@ def demo(
         say(f"filling the source with a shop of {megabytes} MB")
         create_shop(uris[0], megabytes=megabytes)
         with Writers(uris[0]) as writers:
-            say("writers are at work on the source; cloning it under one snapshot")
-            _clone_and_compare(*uris, writers, directory, quiet=quiet)
+            say("writers are at work on the source; cloning it under the snapshot of a slot")
+            _migrate(*uris, writers, directory, quiet=quiet)
             if keep:
                 _wait_for_a_person(*uris)
 
 
-def _clone_and_compare(
+def _migrate(
     source_uri: str, target_uri: str, writers: Writers, directory: Path, *, quiet: bool
 ) -> None:
+    """Clone, follow, cut over."""
+    # Numba takes half a second: only those who need it wait for it.
+    from millrace.stream.clone_follow import clone_and_follow
+    from millrace.stream.cutover import cutover
+
     source, target = Dsn.parse(source_uri), Dsn.parse(target_uri)
-    with open_snapshot(source) as snapshot, Engine(default_master(2 * JOBS)) as engine:
-        settings = CloneSettings(
-            source,
-            target,
-            directory,
-            table_jobs=JOBS,
-            split=SplitSettings(SPLIT_BYTES),
-            snapshot=snapshot.id,
+    clone_settings = CloneSettings(
+        source, target, directory, table_jobs=JOBS, split=SplitSettings(SPLIT_BYTES)
+    )
+    settings = FollowSettings(source, target, directory, log=LogSettings(quiet=True))
+    cloned: Future[CloneResult] = Future()
+    with (
+        Engine(default_master(2 * JOBS), log_path=directory / "spark.log") as engine,
+        open_follow_display(quiet=quiet, metrics_port=None) as display,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        following = threads.submit(
+            clone_and_follow,
+            clone_settings,
+            settings,
+            SlotSettings("millrace_demo"),
+            engine,
+            display,
+            on_cloned=cloned.set_result,
         )
-        with open_display(quiet=quiet) as display:
-            result = run_clone(settings, engine, display)
-        written = writers.committed
-        assert result.summary is not None
-        if not quiet:
-            print_summary(result.summary, most_tables=12)
-        say("comparing every table on both sides under the same snapshot")
-        began = time.monotonic()
-        compared = compare_data(CompareSettings(source, target, JOBS, snapshot.id), engine)
-        seconds = time.monotonic() - began
-    raise_difference(compared)
-    rows = sum(one.source.rows for one in compared if one.source)
+        either: list[Future[Any]] = [cloned, following]
+        wait(either, return_when=FIRST_COMPLETED)
+        if not cloned.done():
+            following.result()
+        summary = cloned.result().summary
+        if summary is not None and not quiet:
+            print_summary(summary, most_tables=12)
+        say("cloned; the writers go on, and their changes are applied")
+        wait([following], timeout=FOLLOW_SECONDS)
+        writers.close()
+        say(f"writers stopped after {writers.committed:,} transactions; cutting over")
+        compare = CompareSettings(source, target, JOBS)
+        result = cutover(settings, compare, engine, display)
+        followed = following.result()
+    raise_difference(result.compared)
+    rows = sum(one.source.rows for one in result.compared if one.source)
     say(
-        f"equal: {len(compared)} tables, {rows:,} rows, counts and checksums "
-        f"(in {render_seconds(seconds)}); meanwhile the writers committed {written:,} "
-        "transactions on the source"
+        f"equal at {render_lsn(result.endpos)}: {len(result.compared)} tables, {rows:,} rows, "
+        f"counts and checksums; {followed.transactions:,} transactions with "
+        f"{followed.applied.changes:,} changes were applied after the snapshot; the cut-over took "
+        f"{render_seconds(result.seconds)}"
     )
 
 
 def _wait_for_a_person(source_uri: str, target_uri: str) -> None:
-    say("both servers stay up, and so do the writers, until Ctrl-C; connect with:")
+    say("both servers stay up until Ctrl-C; connect with:")
     say(f"  psql '{source_uri}'")
     say(f"  psql '{target_uri}'")
     with suppress(KeyboardInterrupt):

@@ -19,7 +19,18 @@ from typing import Any
 import typer
 
 from millrace import __version__
-from millrace.cli import asked, clone, compare, copy, demo, follow, list_, snapshot, stream
+from millrace.cli import (
+    asked,
+    clone,
+    compare,
+    copy,
+    demo,
+    follow,
+    list_,
+    snapshot,
+    stream,
+    stream_transform,
+)
 from millrace.errors import ConfigError, InvariantError, MillraceError, MismatchError
 from millrace.log import redact
 
@@ -50,6 +61,11 @@ app.add_typer(copy.dump_app, name="dump")
 app.add_typer(copy.restore_app, name="restore")
 app.add_typer(list_.app, name="list")
 app.add_typer(compare.app, name="compare")
+stream.app.command("prefetch")(stream.receive)
+stream.app.command("transform")(stream_transform.transform)
+stream.app.command("apply")(asked.command(follow.apply, follow.APPLY_OPTIONS))
+stream.app.command("catchup")(asked.command(follow.catchup, follow.APPLY_OPTIONS))
+stream.app.command("replay")(asked.command(follow.follow, follow.FOLLOW_OPTIONS))
 app.add_typer(stream.app, name="stream")
 
 

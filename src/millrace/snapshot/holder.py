@@ -171,13 +171,24 @@ def create_slot(dsn: Dsn, slot: str, plugin: str) -> str:
 def _create(
     connection: PGconn, slot: str, plugin: str, snapshot: str
 ) -> tuple[bytes | None, bytes | None]:
-    words = {"export": "EXPORT_SNAPSHOT", "nothing": "NOEXPORT_SNAPSHOT"}
-    option = f"(SNAPSHOT '{snapshot}')" if connection.server_version >= 150000 else words[snapshot]
-    statement = f"CREATE_REPLICATION_SLOT {ident(slot)} LOGICAL {ident(plugin)} {option}"
+    statement = f"CREATE_REPLICATION_SLOT {ident(slot)} LOGICAL {ident(plugin)} "
+    if connection.server_version >= 150000:
+        options = [f"SNAPSHOT '{snapshot}'"]
+        # A standby that keeps slots in step (17+) takes this one over when it is promoted.
+        if connection.server_version >= 170000 and not _is_standby(connection):
+            options.append("FAILOVER true")
+        statement += f"({', '.join(options)})"
+    else:
+        statement += {"export": "EXPORT_SNAPSHOT", "nothing": "NOEXPORT_SNAPSHOT"}[snapshot]
     result = connection.exec_(statement.encode())
     if result.status != pq.ExecStatus.TUPLES_OK:
         raise result_error(result, f"creating replication slot {slot}")
     return result.get_value(0, 1), result.get_value(0, 2)
+
+
+def _is_standby(connection: PGconn) -> bool:
+    result = connection.exec_(b"SELECT pg_is_in_recovery()")
+    return result.get_value(0, 0) == b"t"
 
 
 def _check_silent(connection: PGconn) -> None:

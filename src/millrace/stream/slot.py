@@ -202,6 +202,12 @@ def cleanup(source: Connection, target: Connection | None, slot: str) -> list[st
         for name in (slot, *filter(numbered.fullmatch, origins)):
             if drop_position(target, name):
                 removed.append(f"position {name} on the target")
+        # Numba comes with it: not for those who never had such a spool.
+        from millrace.stream.table_spool import origin_name, uninstall
+
+        if origin_name(slot) in origins:
+            uninstall(target, slot)
+            removed.append(f"spool of {slot} on the target")
     return removed
 
 

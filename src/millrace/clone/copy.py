@@ -19,6 +19,7 @@ from functools import partial
 from psycopg.pq.abc import PGconn
 
 from millrace import failpoint
+from millrace.clone.progress import part_label
 from millrace.config.dsn import Dsn
 from millrace.errors import MillraceError, WorkDirError
 from millrace.postgres import record
@@ -98,7 +99,7 @@ def part_statements(table: Table, part: Part) -> PartStatements:
         copy_in = f"TRUNCATE ONLY {name}; COPY {into} FROM STDIN (FORMAT {form}, FREEZE)"
     else:
         copy_in = f"COPY {into} FROM STDIN (FORMAT {form})"
-    label = table.label if part.total == 1 else f"{table.label} [{part.number}/{part.total}]"
+    label = part_label(table.label, part)
     return PartStatements(table.oid, part.number, label, out, copy_in, unlogged=table.is_unlogged)
 
 

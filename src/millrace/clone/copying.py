@@ -19,7 +19,12 @@ from millrace.clone.finish import TableFinisher
 from millrace.clone.job import Job
 from millrace.clone.large_object import large_object_statements
 from millrace.clone.plan import Plan, plan_packs
-from millrace.clone.progress import read_running_copies, read_running_indexes
+from millrace.clone.progress import (
+    part_label,
+    read_running_copies,
+    read_running_indexes,
+    weigh_copies,
+)
 from millrace.clone.step import Step
 from millrace.errors import InvariantError, MillraceError, ServerError, SnapshotLost
 from millrace.postgres import record
@@ -237,21 +242,14 @@ class Copying:
             return
         self._reported_at = time.monotonic()
         progress, run_id = self.job.progress, self.job.run_id
-        progress.running_copies = []
-        under_way = 0.0
-        for copy in self._ask(lambda target: read_running_copies(target, run_id)):
-            planned = self._planned.get((copy.table_oid, copy.part))
-            if planned is None or (copy.table_oid, copy.part) in self.copied:
-                continue
-            number = f" [{planned.number}/{planned.total}]" if planned.total > 1 else ""
-            label = self._tables[copy.table_oid].label + number
-            progress.running_copies.append((label, copy))
-            share = copy.rows / planned.estimated_rows if planned.estimated_rows else 0.0
-            under_way += planned.estimated_bytes * min(1.0, share)
-        done = sum(
-            part.estimated_bytes for key, part in self._planned.items() if key in self.copied
-        )
-        progress.estimated_bytes_done = done + under_way
+        left = self._planned.keys() - self.copied.keys()
+        found = self._ask(lambda target: read_running_copies(target, run_id))
+        running = [copy for copy in found if (copy.table_oid, copy.part) in left]
+        progress.running_copies = [
+            (part_label(self._tables[c.table_oid].label, self._planned[c.table_oid, c.part]), c)
+            for c in running
+        ]
+        progress.estimated_bytes_done = weigh_copies(self._planned, self.copied, running)
         progress.running_indexes = self._ask(lambda target: read_running_indexes(target, run_id))
         self.job.reporter.update(progress)
 

@@ -12,13 +12,14 @@ import psycopg
 import pytest
 
 from millrace.clone.compare_run import CompareSettings, compare_data
-from millrace.clone.progress import Reporter
+from millrace.clone.progress import Progress, Reporter
 from millrace.clone.run import clone
 from millrace.clone.settings import CloneSettings
 from millrace.clone.split import SplitSettings
 from millrace.config.dsn import Dsn
 from millrace.demo.shop import create_shop
-from millrace.errors import PreflightError, SnapshotLost, WorkDirError
+from millrace.errors import PreflightError, ServerError, SnapshotLost, WorkDirError
+from millrace.postgres.embedded import Cluster
 from millrace.snapshot.export import open_snapshot
 from millrace.snapshot.holder import hold, read_held
 from millrace.spark.session import Engine
@@ -121,6 +122,66 @@ def test_both_ways_without_the_snapshot_end_in_an_equal_target(
     assert ("different instants" in result.summary.consistency) == (way == "resume")
     compared = compare_data(CompareSettings(stopped.source, stopped.target), engine)
     assert [one.label for one in compared if not one.is_equal] == []
+
+
+UNLOGGED = """
+CREATE FUNCTION shout() RETURNS trigger LANGUAGE plpgsql AS
+    $$ BEGIN NEW.t := NEW.t || '!'; RETURN NEW; END $$;
+CREATE UNLOGGED TABLE quick (id int PRIMARY KEY, t text);
+INSERT INTO quick SELECT i, 'quiet' FROM generate_series(1, 1000) AS i;
+CREATE TABLE slow (id int PRIMARY KEY);
+INSERT INTO slow SELECT generate_series(1, 1000);
+CREATE VIEW names AS SELECT t FROM quick;
+CREATE RULE ignored AS ON INSERT TO names DO INSTEAD NOTHING;
+"""
+TRIGGER = "CREATE TRIGGER shout BEFORE INSERT ON quick FOR EACH ROW EXECUTE FUNCTION shout();"
+
+
+class CrashingTarget:
+    """A reporter under which the target crashes at the beginning of a step."""
+
+    def __init__(self, cluster: Cluster, step: str) -> None:
+        self._cluster = cluster
+        self._step = step
+
+    def update(self, progress: Progress) -> None:
+        if progress.step == self._step:
+            self._step = ""
+            self._cluster.restart("immediate")
+
+
+@pytest.mark.parametrize("trigger", [False, True], ids=["plain", "with a trigger"])
+def test_unlogged_rows_lost_by_a_crash_after_the_copy_are_told_and_copied_again(
+    source_db: str,
+    target_db: str,
+    target_cluster: Cluster,
+    engine: Engine,
+    reporter: Reporter,
+    tmp_path: Path,
+    trigger: bool,
+) -> None:
+    with psycopg.connect(source_db) as connection:
+        connection.execute(UNLOGGED.encode())
+        if trigger:
+            connection.execute(TRIGGER.encode())
+    settings = CloneSettings(Dsn.parse(source_db), Dsn.parse(target_db), tmp_path / "work")
+    crashing = CrashingTarget(target_cluster, "database properties")
+    with hold(tmp_path / "work", settings.source):
+        with pytest.raises(ServerError, match="lost 1 parts") as caught:
+            clone(settings, engine, crashing)
+        assert "--resume" in caught.value.hint
+        assert not (tmp_path / "work" / "summary.json").exists()
+        if trigger:
+            # The rows would come out changed.
+            with pytest.raises(ServerError, match=r"triggers are in place: .*quick"):
+                clone(replace(settings, resume=True), engine, reporter)
+            with psycopg.connect(target_db) as connection:
+                connection.execute("ALTER TABLE quick DISABLE TRIGGER shout")
+        clone(replace(settings, resume=True), engine, reporter)
+    assert rows(target_db, "SELECT count(*), min(t), max(t) FROM quick") == [
+        (1000, "quiet", "quiet")
+    ]
+    assert rows(target_db, "SELECT count(*) FROM slow") == [(1000,)]
 
 
 def test_restart_never_empties_a_target_that_is_not_its_own(

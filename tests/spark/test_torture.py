@@ -1,0 +1,233 @@
+"""A clone that is killed, cut off, starved: it goes on, and ends equal to its snapshot.
+
+The short version of `make torture`: one source that is written to all the while, a few clones of
+it, each interrupted many times. `MILLRACE_SEED` repeats what Hypothesis drew.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psycopg
+import pytest
+from tests.torture.campaign import Campaign
+from tests.torture.failpoints import AFTER, BEFORE, BESIDE, FAILPOINTS, TASK, read_failpoints
+from tests.torture.program import Program, wait_for
+from tests.torture.schedule import (
+    Kind,
+    draw,
+    long_schedules,
+    read_schedule,
+    schedules,
+    schedules_of_every_kind,
+    write_schedule,
+)
+from tests.torture.stage import Play, Stage, open_stage
+
+from millrace.errors import SnapshotLost, WorkDirError
+from millrace.spark.session import Engine
+
+MEGABYTES = 3
+
+
+@pytest.fixture(scope="module")
+def stage() -> Iterator[Stage]:
+    with open_stage(megabytes=MEGABYTES) as opened:
+        yield opened
+
+
+@pytest.fixture
+def play(stage: Stage, tmp_path: Path) -> Iterator[Play]:
+    with stage.play(tmp_path / "play") as opened:
+        yield opened
+
+
+def assert_ends_equal(play: Play, engine: Engine) -> None:
+    """One more process, undisturbed, brings the clone to its end."""
+    last = play.start()
+    assert last.wait() == 0, last.printed()
+    assert play.compare(engine).differences == ()
+    play.assert_nothing_runs()
+
+
+def stopped_at(play: Play, failpoint: str) -> Program:
+    """A process of the clone in which something is stopped just there."""
+    program = play.start()
+    program.arm(failpoint)
+    wait_until_hit(program, failpoint)
+    wait_for(program.stopped, f"stopped at {failpoint}")
+    return program
+
+
+def wait_until_hit(program: Program, failpoint: str) -> None:
+    wait_for(lambda: program.has_hit(failpoint) or program.exit_code is not None, failpoint)
+    assert program.exit_code is None, f"not stopped at {failpoint}: {program.printed()}"
+
+
+def kill_driver(program: Program) -> None:
+    program.process.kill()
+    assert program.wait() == -signal.SIGKILL
+    program.go_on()  # a worker that was stopped has lost its driver, and may still commit
+
+
+def kill_with_worker(program: Program) -> None:
+    """The driver, and the worker that is stopped."""
+    for process in program.stopped():
+        process.kill()
+    kill_driver(program)
+
+
+# Failpoints
+
+
+def test_every_failpoint_of_the_source_is_one_we_kill_at() -> None:
+    assert read_failpoints() == set(FAILPOINTS)
+    assert len(set(FAILPOINTS)) == len(FAILPOINTS)
+
+
+@pytest.mark.timeout(600)  # two minutes, on a machine that has nothing else to do
+def test_clone_killed_at_every_failpoint_ends_equal_to_its_snapshot(
+    play: Play, engine: Engine
+) -> None:
+    for failpoint in BEFORE:
+        kill_driver(stopped_at(play, failpoint))
+    # In a task, first the driver is killed, then the worker, whose driver goes on. In the end all
+    # rows are there and no index: from then on no process has to start Spark.
+    kill_with_worker(stopped_at(play, TASK[-1]))
+    kill_workers(play, "large-objects", TASK[-1:])
+    for failpoint in TASK[:-1]:
+        kill_driver(stopped_at(play, failpoint))
+    kill_workers(play, "table-data", TASK[:-1])
+    for failpoint in BESIDE + AFTER:
+        program = stopped_at(play, failpoint)
+        assert program.jvm() is None, f"Spark was started for {failpoint}"
+        kill_driver(program)
+    assert_ends_equal(play, engine)
+
+
+def kill_workers(play: Play, step: str, failpoints: tuple[str, ...]) -> None:
+    """A step in which a worker is killed at each of these, and which ends well."""
+    program = play.start(step=step)
+    for failpoint in failpoints:
+        program.arm(failpoint)
+        wait_until_hit(program, failpoint)
+        [worker] = wait_for(program.stopped, failpoint)
+        assert worker.pid != program.process.pid
+        worker.kill()
+    assert program.wait() == 0, program.printed()
+
+
+# Everything else
+
+
+def test_every_kind_of_interruption_at_random_moments_of_one_clone(
+    stage: Stage, engine: Engine, tmp_path: Path
+) -> None:
+    number = int(os.environ.get("MILLRACE_SEED") or random.SystemRandom().randrange(2**31))
+    campaign = Campaign(stage, engine, tmp_path, number)
+    [schedule] = draw(schedules_of_every_kind(), number, 1)
+    try:
+        campaign.run(schedule)
+    except AssertionError as error:
+        told = "; ".join(map(str, schedule))
+        raise AssertionError(f"again with MILLRACE_SEED={number}: {told}\n{error}") from error
+    # Once their parent was killed, idle workers do without one for a while.
+    applied = set(campaign.figures.interruptions) | {Kind.KILL_DAEMON}
+    assert applied == set(Kind), f"MILLRACE_SEED={number}"
+
+
+@pytest.mark.parametrize("strategy", [schedules(), schedules_of_every_kind(), long_schedules(50)])
+def test_same_seed_gives_the_same_schedules(strategy: object, tmp_path: Path) -> None:
+    first, second = (draw(strategy, 7, 5) for _ in range(2))  # type: ignore[arg-type]
+    assert first == second
+    assert len(set(first)) > 1
+    write_schedule(tmp_path / "schedule.json", first[-1])
+    assert read_schedule(tmp_path / "schedule.json") == first[-1]
+
+
+def test_killed_holder_means_no_process_goes_on_and_three_ways_out(play: Play) -> None:
+    program = stopped_at(play, "copy.begin")
+    play.holder.process.kill()
+    play.holder.process.wait()
+    wait_for(lambda: not backend_lives(play), "the snapshot's session is gone")
+    program.go_on()
+    assert program.wait() == SnapshotLost.exit_code
+    assert_three_ways_out(program)
+    play.assert_nothing_runs()
+    again = play.start()
+    assert again.wait() == SnapshotLost.exit_code
+    assert_three_ways_out(again)
+
+
+def backend_lives(play: Play) -> bool:
+    with psycopg.connect(play.stage.source_uri) as connection:
+        query = "SELECT FROM pg_stat_activity WHERE pid = %s"
+        return connection.execute(query, (play.holder_pid,)).fetchone() is not None
+
+
+def assert_three_ways_out(program: Program) -> None:
+    printed = program.printed()
+    for way in ("millrace snapshot", "--restart", "--resume --not-consistent"):
+        assert way in printed
+    assert "Traceback" not in printed
+
+
+def test_restarted_source_means_a_clean_refusal_with_three_ways_out(play: Play) -> None:
+    program = stopped_at(play, "copy.begin")
+    play.stage.restart_source()
+    program.go_on()
+    assert program.wait() == SnapshotLost.exit_code
+    assert "Traceback" not in program.printed()
+    again = play.start()
+    assert again.wait() == SnapshotLost.exit_code
+    assert_three_ways_out(again)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A folder on a disk that is easily filled."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=32m", "tmpfs", folder], capture_output=True
+    )
+    if mounted.returncode:
+        pytest.skip("no right to mount a small disk")
+    yield folder
+    deadline = time.monotonic() + 30
+    while subprocess.run(["umount", folder], capture_output=True).returncode:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_full_disk_of_the_work_directory_is_told_and_gone_on_with_when_there_is_room(
+    stage: Stage, engine: Engine, small_disk: Path, tmp_path: Path
+) -> None:
+    filler = small_disk / "filler"
+    with stage.play(tmp_path / "play", work=small_disk / "work") as play:
+        for failpoint in ("snapshot.opened", "copy.begin"):
+            program = stopped_at(play, failpoint)
+            fill(filler)
+            program.go_on()
+            assert program.wait() == WorkDirError.exit_code, program.printed()
+            filler.unlink()
+            printed = program.printed()
+            assert "work directory" in printed
+            assert "make room" in printed
+            assert "Traceback" not in printed
+        assert_ends_equal(play, engine)
+
+
+def fill(path: Path) -> None:
+    with path.open("wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(4096))
+        except OSError:
+            return

@@ -1,0 +1,182 @@
+"""`millrace` as a child process: its tree, its failpoints, its end.
+
+Every failpoint is set to stop the process that comes to it, but only while its marker file exists.
+So a test chooses the moment while the program runs: it makes the file, and waits until it is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import psutil
+from tests.torture.failpoints import FAILPOINTS
+
+from millrace.failpoint import VARIABLE
+
+DEADLINE_SECONDS = 90
+POLL_SECONDS = 0.01
+
+T = TypeVar("T")
+
+
+def wait_for(what: Callable[[], T], why: str, seconds: float = DEADLINE_SECONDS) -> T:
+    """The first value that is true."""
+    deadline = time.monotonic() + seconds
+    while not (value := what()):
+        assert time.monotonic() < deadline, f"it did not come true: {why}"
+        time.sleep(POLL_SECONDS)
+    return value
+
+
+class Program:
+    """One process of `millrace`, and what it started."""
+
+    def __init__(self, log: Path, *arguments: str, marks: Path | None = None) -> None:
+        self.log = log
+        self._marks = marks
+        self._family: dict[int, psutil.Process] = {}
+        environment = dict(os.environ)
+        environment.pop(VARIABLE, None)
+        if marks is not None:
+            marks.mkdir(exist_ok=True)
+            for name in FAILPOINTS:
+                (marks / name).unlink(missing_ok=True)
+            environment[VARIABLE] = ",".join(f"{p}=stop@{marks / p}" for p in FAILPOINTS)
+        with log.open("wb") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "millrace", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+            )
+
+    @property
+    def exit_code(self) -> int | None:
+        return self.process.poll()
+
+    def printed(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def wait(self, seconds: float = 2 * DEADLINE_SECONDS) -> int:
+        """Its exit code, when it has ended; continues whatever was stopped."""
+        deadline = time.monotonic() + seconds
+        while self.exit_code is None:
+            assert time.monotonic() < deadline, f"it does not end:\n{self.printed()}"
+            self.family()
+            time.sleep(POLL_SECONDS)
+        assert self.exit_code is not None
+        return self.exit_code
+
+    # Its tree
+
+    def family(self) -> list[psutil.Process]:
+        """Itself and the living processes below; who was ever seen is remembered."""
+        found: list[psutil.Process] = []
+        with contextlib.suppress(psutil.NoSuchProcess):
+            top = psutil.Process(self.process.pid)
+            found = [top, *top.children(recursive=True)]
+        for process in found:
+            self._family.setdefault(process.pid, process)
+        return [process for process in found if not is_gone(process)]
+
+    def jvm(self) -> psutil.Process | None:
+        return next((p for p in self.family() if _name(p) == "java"), None)
+
+    def daemons(self) -> list[psutil.Process]:
+        """The parents of Spark's Python workers; the JVM starts them."""
+        jvm = self.jvm()
+        return _children(jvm) if jvm else []
+
+    def workers(self) -> list[psutil.Process]:
+        """Spark's Python workers, also those that have lost their parent."""
+        known = {*self.family(), *self.left_behind()} - set(self.daemons())
+        return [process for process in known if "spark.daemon" in _command(process)]
+
+    def left_behind(self) -> list[psutil.Process]:
+        """Whoever of the tree still runs after its end."""
+        return [process for process in self._family.values() if not is_gone(process)]
+
+    # Its failpoints
+
+    def arm(self, failpoint: str) -> None:
+        """Stop the next process that comes there."""
+        assert self._marks is not None
+        (self._marks / failpoint).touch()
+
+    def disarm(self) -> None:
+        for name in FAILPOINTS:
+            if self._marks is not None:
+                (self._marks / name).unlink(missing_ok=True)
+
+    def has_hit(self, failpoint: str) -> bool:
+        assert self._marks is not None
+        return not (self._marks / failpoint).exists()
+
+    def stopped(self) -> list[psutil.Process]:
+        """Who of the tree is stopped, also if its parent has gone."""
+        known = {*self.family(), *self.left_behind()}
+        return [process for process in known if _status(process) == psutil.STATUS_STOPPED]
+
+    def go_on(self) -> None:
+        """Let every stopped process of the tree, or of what is left of it, run."""
+        for process in {*self.family(), *self.left_behind()}:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGCONT)
+
+    def signal_group(self, number: int) -> None:
+        """As a terminal does it: to all processes of the foreground."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
+
+    def close(self) -> None:
+        """Nothing of it is left."""
+        self.family()
+        for process in self.left_behind():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+
+
+def is_gone(process: psutil.Process) -> bool:
+    """Ended; nobody may be there to collect an orphan."""
+    return not process.is_running() or _status(process) in ("", psutil.STATUS_ZOMBIE)
+
+
+def _children(process: psutil.Process) -> list[psutil.Process]:
+    try:
+        return process.children()
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _command(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return ""
+
+
+def _name(process: psutil.Process) -> str:
+    try:
+        return process.name()
+    except psutil.NoSuchProcess:
+        return ""
+
+
+def _status(process: psutil.Process) -> str:
+    try:
+        return str(process.status())
+    except psutil.NoSuchProcess:
+        return ""

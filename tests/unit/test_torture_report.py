@@ -1,0 +1,31 @@
+"""The page on reliability holds the figures of a run, and is not torn by them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.torture.report import BEGIN, END, put, render
+
+FIGURES = {
+    "seed": 7, "clones": 2, "processes": 9, "interruptions": {"SIGINT": 3, "SIGKILL JVM": 4},
+    "total_interruptions": 7, "most_in_one_clone": 5, "tables_compared": 306,
+    "rows_compared": 200000, "transactions_meanwhile": 800, "differences": 0, "seconds": 240.0,
+    "failure": "", "date": "2026-01-01", "commit": "abc1234", "machine": "2 cores, Linux x86_64",
+}  # fmt: skip
+
+
+def test_figures_stand_between_the_marks_and_replace_the_last_ones() -> None:
+    page = Path("docs/reliability.md").read_text(encoding="utf-8")
+    head, tail = page.split(BEGIN)[0], page.split(END)[1]
+    text = render(FIGURES)
+    once = put(page, text)
+    assert once == f"{head}{BEGIN}{text}{END}{tail}"
+    assert put(once, text) == once
+    assert "| SIGKILL JVM | 4 |" in text
+    assert "| **differences** | 0 |" in text
+    assert "seed 7" in text
+
+
+def test_failure_of_a_run_is_told_on_the_page() -> None:
+    text = render({**FIGURES, "failure": "CampaignFailed: the target differs:\ntable x"})
+    assert "It ended with a failure: CampaignFailed: the target differs:\n" in text

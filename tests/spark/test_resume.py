@@ -11,6 +11,7 @@ from pathlib import Path
 import psycopg
 import pytest
 
+from millrace.clone import step
 from millrace.clone.compare_run import CompareSettings, compare_data
 from millrace.clone.progress import Progress, Reporter
 from millrace.clone.run import clone
@@ -150,7 +151,7 @@ class CrashingTarget:
             self._cluster.restart("immediate")
 
 
-@pytest.mark.parametrize("trigger", [False, True], ids=["plain", "with a trigger"])
+@pytest.mark.parametrize("trigger", ["", "origin", "always"])
 def test_unlogged_rows_lost_by_a_crash_after_the_copy_are_told_and_copied_again(
     source_db: str,
     target_db: str,
@@ -158,12 +159,14 @@ def test_unlogged_rows_lost_by_a_crash_after_the_copy_are_told_and_copied_again(
     engine: Engine,
     reporter: Reporter,
     tmp_path: Path,
-    trigger: bool,
+    trigger: str,
 ) -> None:
     with psycopg.connect(source_db) as connection:
         connection.execute(UNLOGGED.encode())
         if trigger:
             connection.execute(TRIGGER.encode())
+        if trigger == "always":
+            connection.execute("ALTER TABLE quick ENABLE ALWAYS TRIGGER shout")
     settings = CloneSettings(Dsn.parse(source_db), Dsn.parse(target_db), tmp_path / "work")
     crashing = CrashingTarget(target_cluster, "database properties")
     with hold(tmp_path / "work", settings.source):
@@ -171,9 +174,9 @@ def test_unlogged_rows_lost_by_a_crash_after_the_copy_are_told_and_copied_again(
             clone(settings, engine, crashing)
         assert "--resume" in caught.value.hint
         assert not (tmp_path / "work" / "summary.json").exists()
-        if trigger:
+        if trigger == "always":
             # The rows would come out changed.
-            with pytest.raises(ServerError, match=r"triggers are in place: .*quick"):
+            with pytest.raises(ServerError, match=r"triggers fire always: .*quick"):
                 clone(replace(settings, resume=True), engine, reporter)
             with psycopg.connect(target_db) as connection:
                 connection.execute("ALTER TABLE quick DISABLE TRIGGER shout")
@@ -182,6 +185,33 @@ def test_unlogged_rows_lost_by_a_crash_after_the_copy_are_told_and_copied_again(
         (1000, "quiet", "quiet")
     ]
     assert rows(target_db, "SELECT count(*) FROM slow") == [(1000,)]
+
+
+GUARDED = """
+CREATE TABLE parent (id int PRIMARY KEY, n int);
+CREATE TABLE child (id int PRIMARY KEY, parent_id int REFERENCES parent, body text);
+CREATE FUNCTION add_one() RETURNS trigger LANGUAGE plpgsql AS
+    $$ BEGIN NEW.n := NEW.n + 1; RETURN NEW; END $$;
+CREATE TRIGGER add_one BEFORE INSERT ON parent FOR EACH ROW EXECUTE FUNCTION add_one();
+INSERT INTO parent SELECT i, i FROM generate_series(1, 2000) AS i;
+INSERT INTO child SELECT i, i, repeat('x', 500) FROM generate_series(1, 2000) AS i;
+"""
+
+
+@pytest.mark.parametrize("split", [0, 200_000], ids=["whole", "split"])
+def test_data_can_come_after_triggers_and_foreign_keys(
+    source_db: str, target_db: str, engine: Engine, reporter: Reporter, tmp_path: Path, split: int
+) -> None:
+    with psycopg.connect(source_db) as connection:
+        connection.execute(GUARDED.encode())
+    settings = CloneSettings(
+        Dsn.parse(source_db), Dsn.parse(target_db), tmp_path / "work", split=SplitSettings(split)
+    )
+    with hold(tmp_path / "work", settings.source):
+        clone(replace(settings, steps=step.SCHEMA), engine, reporter)
+        clone(replace(settings, steps=step.DATA), engine, reporter)
+    compared = compare_data(CompareSettings(settings.source, settings.target), engine)
+    assert [one.label for one in compared if not one.is_equal] == []
 
 
 def test_restart_never_empties_a_target_that_is_not_its_own(

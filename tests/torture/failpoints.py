@@ -52,6 +52,7 @@ BESIDE = (
 )
 # After the data; in the driver.
 AFTER = (
+    "copy.checked",
     "attach.begin",
     "attach.done",
     "foreign-key.begin",

@@ -19,6 +19,7 @@ from functools import partial
 from psycopg.pq.abc import PGconn
 
 from millrace import failpoint
+from millrace.clone.guard import SILENCE, empty_sql
 from millrace.clone.progress import part_label
 from millrace.config.dsn import Dsn
 from millrace.errors import MillraceError, WorkDirError
@@ -75,12 +76,12 @@ class Outcome:
     error: MillraceError | None = None
 
 
-def part_statements(table: Table, part: Part) -> PartStatements:
+def part_statements(table: Table, part: Part, *, is_guarded: bool = False) -> PartStatements:
     """The COPY statements of a part.
 
     An unsplit table is emptied and filled in one transaction, so its rows can be frozen at
     once. A part of a split one is not alone, so the table was emptied before; so it was when
-    its rows go through a partitioned table.
+    its rows go through a partitioned table. A guarded one has triggers or foreign keys already.
     """
     name = qualified(table.schema, table.name)
     listed = columns([column.name for column in table.columns])
@@ -95,10 +96,13 @@ def part_statements(table: Table, part: Part) -> PartStatements:
         out = f"COPY {name} ({listed}) TO STDOUT (FORMAT {form})"
     target = qualified(*table.load_via[1:]) if table.load_via else name
     into = f"{target} ({listed})" if listed else target
+    copy_in = f"COPY {into} FROM STDIN (FORMAT {form})"
     if part.total == 1 and table.extension_condition is None and not table.load_via:
-        copy_in = f"TRUNCATE ONLY {name}; COPY {into} FROM STDIN (FORMAT {form}, FREEZE)"
-    else:
-        copy_in = f"COPY {into} FROM STDIN (FORMAT {form})"
+        if not is_guarded:
+            copy_in = f"COPY {into} FROM STDIN (FORMAT {form}, FREEZE)"
+        copy_in = f"{empty_sql(table, is_guarded=is_guarded)}; {copy_in}"
+    elif is_guarded:
+        copy_in = SILENCE + copy_in
     label = part_label(table.label, part)
     return PartStatements(table.oid, part.number, label, out, copy_in, unlogged=table.is_unlogged)
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import psycopg
 
+from millrace import failpoint
 from millrace.clone.copy import CopyTask, Outcome, PartStatements, copy_parts, part_statements
 from millrace.clone.finish import TableFinisher
 from millrace.clone.job import Job
@@ -84,6 +85,7 @@ class Copying:
             self.snapshot.close()
             self._wait_for_finisher()
             self._check_records()
+            failpoint.hit("copy.checked")
             self._finisher.close()
         except BaseException:
             tables.shutdown(wait=False, cancel_futures=True)
@@ -102,7 +104,14 @@ class Copying:
             return []
         left = [part for key, part in self._planned.items() if key not in self.copied]
         return [
-            tuple(part_statements(self._tables[part.table_oid], part) for part in pack.parts)
+            tuple(
+                part_statements(
+                    self._tables[part.table_oid],
+                    part,
+                    is_guarded=part.table_oid in self.job.guarded,
+                )
+                for part in pack.parts
+            )
             for pack in plan_packs(left, jobs=self.job.settings.table_jobs)
         ]
 

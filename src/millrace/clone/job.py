@@ -35,6 +35,8 @@ class Job:
     epoch: int = 1
     # Steps and transactions of the schema that are committed on the target.
     done: set[str] = field(default_factory=set)
+    # Tables, by OID, that have triggers or foreign keys on the target before they have rows.
+    guarded: frozenset[int] = frozenset()
     progress: Progress = field(default_factory=Progress)
     timings: list[tuple[str, float]] = field(default_factory=list)
     began_at: float = field(default_factory=time.monotonic)

@@ -13,6 +13,7 @@ from millrace import failpoint
 from millrace.clone.constraint import add_foreign_key, run_disjoint
 from millrace.clone.decision import Decision
 from millrace.clone.filtering import filter_entries
+from millrace.clone.guard import empty_sql
 from millrace.clone.job import Job
 from millrace.clone.plan import Plan
 from millrace.clone.schema import RestoreLists, chunks, plan_restore
@@ -22,7 +23,7 @@ from millrace.postgres import record
 from millrace.postgres.connect import connect, translated
 from millrace.postgres.depend import read_entry_depends
 from millrace.postgres.dump import Archive, Entry, dump_schema
-from millrace.postgres.quote import ident, qualified
+from millrace.postgres.quote import ident
 from millrace.postgres.script import run_script
 from millrace.relation import ForeignKey, SourceCatalog
 
@@ -102,7 +103,9 @@ def empty_shared_tables(job: Job, plan: Plan) -> None:
         return
     fence, done = record.fenced_step_sql(job.run_id, job.epoch, step)
     failpoint.hit("shared-tables.begin")
-    statements = "".join(f"TRUNCATE ONLY {qualified(t.schema, t.name)};\n" for t in tables)
+    statements = "".join(
+        f"{empty_sql(table, is_guarded=table.oid in job.guarded)};\n" for table in tables
+    )
     run_script(
         job.settings.target,
         statements.encode(),

@@ -28,6 +28,7 @@ from millrace.clone.copying import Copying
 from millrace.clone.directory import Directory, open_directory, pinned
 from millrace.clone.engine import Engine
 from millrace.clone.filtering import read_decision
+from millrace.clone.guard import read_guarded
 from millrace.clone.job import Job
 from millrace.clone.plan import Plan, plan_clone
 from millrace.clone.progress import Reporter
@@ -39,7 +40,6 @@ from millrace.clone.restore import (
     open_archive,
     plan_lists,
     restore,
-    restored,
 )
 from millrace.clone.roles import copy_roles
 from millrace.clone.sequence import set_sequences
@@ -66,7 +66,6 @@ from millrace.postgres.connect import (
     server_encoding,
     translated,
 )
-from millrace.postgres.quote import qualified
 from millrace.relation import SourceCatalog
 from millrace.snapshot.export import HeldSnapshot, open_snapshot
 from millrace.snapshot.holder import read_held
@@ -385,9 +384,8 @@ class _Run:
         waited = 0.0
         if steps & (MOVING | FINISHING):
             if Step.TABLE_DATA in steps:
+                self._find_guarded(plan)
                 empty_shared_tables(job, plan)
-            if self.needs_spark and settings.resume and restored(job, "post-data"):
-                self._refuse_triggers(plan)
             if self.needs_spark:
                 with job.step("wait for Spark"):
                     waited = self.engine.wait()
@@ -471,29 +469,12 @@ class _Run:
         failpoint.hit("run.planned")
         return plan
 
-    def _refuse_triggers(self, plan: Plan) -> None:
-        """Rows that are copied this late would go through triggers: a target that crashed at the
-        very end has lost its unlogged tables."""
-        lost = {
-            oid for oid, _ in {(p.table_oid, p.number) for p in plan.every_part} - self._recorded()
-        }
-        names = [qualified(plan.tables[oid].schema, plan.tables[oid].name) for oid in lost]
-        with (
-            connect(self.settings.target, self.job.role("open")) as target,
-            translated("looking for triggers on the target"),
-        ):
-            found = target.execute(
-                "SELECT DISTINCT tgrelid::regclass::text FROM pg_trigger"
-                " WHERE NOT tgisinternal AND tgenabled <> 'D' AND tgrelid = ANY(%s::regclass[])",
-                (names,),
-            ).fetchall()
-        if found:
-            raise ServerError(
-                "rows are still to be copied into tables whose triggers are in place: "
-                f"{', '.join(sorted(name for (name,) in found)[:5])}",
-                hint="those triggers would fire: disable them and use --resume, or start from "
-                "zero with --restart",
-            )
+    def _find_guarded(self, plan: Plan) -> None:
+        """See which tables that still lack rows have triggers and foreign keys already."""
+        planned = {(part.table_oid, part.number) for part in plan.every_part}
+        left = {oid for oid, _ in planned - self._recorded()}
+        with connect(self.settings.target, self.job.role("open")) as target:
+            self.job.guarded = read_guarded(target, [plan.tables[oid] for oid in left])
 
     def _copy(self, plan: Plan, snapshot: HeldSnapshot) -> dict[tuple[int, int], record.CopiedPart]:
         job = self.job

@@ -295,7 +295,9 @@ SELECT 0, 0, 'column', ARRAY[n.nspname, c.relname, a.attname]::text[], '',
        CASE WHEN a.attgenerated = '' THEN pg_get_expr(d.adbin, d.adrelid) END AS default,
        CASE a.attgenerated WHEN 's' THEN 'stored ' WHEN 'v' THEN 'virtual ' END
            || pg_get_expr(d.adbin, d.adrelid) AS generated,
-       CASE a.attidentity WHEN 'a' THEN 'always' WHEN 'd' THEN 'by default' END AS identity,
+       -- Partitions have it of their own since 17; before, their root's was meant.
+       CASE WHEN c.relispartition THEN NULL WHEN a.attidentity = 'a' THEN 'always'
+            WHEN a.attidentity = 'd' THEN 'by default' END AS identity,
        CASE a.attstorage WHEN 'p' THEN 'plain' WHEN 'e' THEN 'external' WHEN 'm' THEN 'main'
             ELSE 'extended' END AS storage,
        nullif(a.attstattarget, -1) AS statistics,

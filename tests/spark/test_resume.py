@@ -187,6 +187,32 @@ def test_unlogged_rows_lost_by_a_crash_after_the_copy_are_told_and_copied_again(
     assert rows(target_db, "SELECT count(*) FROM slow") == [(1000,)]
 
 
+def test_a_target_that_crashes_at_the_very_end_is_not_called_done(
+    source_db: str,
+    target_db: str,
+    target_cluster: Cluster,
+    engine: Engine,
+    reporter: Reporter,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with psycopg.connect(source_db) as connection:
+        connection.execute(UNLOGGED.encode())
+    settings = CloneSettings(Dsn.parse(source_db), Dsn.parse(target_db), tmp_path / "work")
+
+    def crash(name: str) -> None:
+        if name == "run.finished":
+            monkeypatch.undo()
+            target_cluster.restart("immediate")
+
+    monkeypatch.setattr("millrace.clone.run.failpoint.hit", crash)
+    with hold(tmp_path / "work", settings.source):
+        with pytest.raises(ServerError, match="lost 1 parts"):
+            clone(settings, engine, reporter)
+        clone(replace(settings, resume=True), engine, reporter)
+    assert rows(target_db, "SELECT count(*) FROM quick") == [(1000,)]
+
+
 GUARDED = """
 CREATE TABLE parent (id int PRIMARY KEY, n int);
 CREATE TABLE child (id int PRIMARY KEY, parent_id int REFERENCES parent, body text);

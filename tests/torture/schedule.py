@@ -93,7 +93,10 @@ _KINDS = st.sampled_from(Kind)
 
 
 def _interruptions(moments: st.SearchStrategy[Moment]) -> st.SearchStrategy[Interruption]:
-    return st.builds(Interruption, _KINDS, moments, st.booleans())
+    return st.builds(Interruption, _KINDS, moments, st.booleans()).filter(
+        # The run is over: a crash empties unlogged tables, as it would any other day.
+        lambda one: (one.kind, one.moment) != (Kind.RESTART_TARGET, at("records.dropped"))
+    )
 
 
 def schedules(*, least: int = 2, most: int = 6) -> st.SearchStrategy[Schedule]:

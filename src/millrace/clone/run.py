@@ -189,7 +189,11 @@ class _Run:
         with ExitStack() as stack:
             stack.callback(directory.store.close)
             if settings.resume and self.setup and self.setup["finished_at"]:
-                return self._nothing_left()
+                if not self._has_lost_rows(directory.store):
+                    return self._nothing_left()
+                log.warning(
+                    "the target crashed at the end of the run: what it lost is copied again"
+                )
             warnings, tools, encoding = _check_servers(
                 settings, continues=self.setup is not None or self.owned
             )
@@ -245,6 +249,22 @@ class _Run:
             runs = {run_id for run_id, _ in record.read_runs(target)}
         return setup is not None and setup["run_id"] in runs
 
+    def _has_lost_rows(self, store: Store) -> bool:
+        """Whether the target, which still has our records, lacks some of them: a crash empties
+        unlogged tables, and with them their records."""
+        assert self.setup is not None
+        run_id = self.setup["run_id"]
+        with (
+            connect(self.settings.target, "finish") as target,
+            translated("reading our records on the target"),
+        ):
+            if run_id not in dict(record.read_runs(target)):
+                return False
+            found = {
+                (part.table_oid, part.part) for _, part in record.read_copied_parts(target, run_id)
+            }
+        return not _planned(store) <= found
+
     def _nothing_left(self) -> CloneResult:
         """The run had finished; the process may have died before it took its records away."""
         assert self.setup is not None
@@ -268,10 +288,7 @@ class _Run:
             return False
         if setup is None or not setup["snapshot"]:
             return True  # not planned yet
-        parts = {(oid, part.number) for oid, parts in store.read_parts().items() for part in parts}
-        ranges = store.read_large_object_ranges()
-        planned = parts | {(record.LARGE_OBJECTS_OID, one.number) for one in ranges}
-        return not planned <= self._recorded()
+        return not _planned(store) <= self._recorded()
 
     def _recorded(self) -> set[tuple[int, int]]:
         """The parts that have their record on the target."""
@@ -419,7 +436,7 @@ class _Run:
         write_summary(settings.directory / "summary.json", summary)
         failpoint.hit("summary.written")
         if steps == CloneSettings.steps or (self.setup and self.setup["finished_at"]):
-            self._close_run()
+            self._close_run(plan, copied)
         return CloneResult(plan, [], summary)
 
     def _check_records(
@@ -427,7 +444,16 @@ class _Run:
     ) -> None:
         """A target that crashed after the copy has emptied its unlogged tables, and their
         records with them."""
-        lost = sorted(set(copied) - self._recorded()) if copied else []
+        if copied:
+            self._refuse_loss(plan, copied, self._recorded())
+
+    def _refuse_loss(
+        self,
+        plan: Plan,
+        copied: Mapping[tuple[int, int], record.CopiedPart],
+        recorded: set[tuple[int, int]],
+    ) -> None:
+        lost = sorted(set(copied) - recorded)
         if lost:
             labels = {plan.tables[oid].label for oid, _ in lost if oid in plan.tables}
             raise ServerError(
@@ -512,12 +538,21 @@ class _Run:
                 set_database_properties(target, settings)
             failpoint.hit("properties.done")
 
-    def _close_run(self) -> None:
-        """Everything is done: say so, and take our records off the target."""
+    def _close_run(self, plan: Plan, copied: Mapping[tuple[int, int], record.CopiedPart]) -> None:
+        """Everything is done: say so, and take our records off the target.
+
+        In one transaction they are seen for the last time and go: a target that crashes before
+        its end has lost rows, one that crashes after it is a clone that crashed.
+        """
         self.job.store.write_finished()
         failpoint.hit("run.finished")
         try:
-            with connect(self.settings.target, self.job.role("finish")) as target:
+            with (
+                connect(self.settings.target, self.job.role("finish")) as target,
+                target.transaction(),
+            ):
+                found = record.read_copied_parts(target, self.job.run_id)
+                self._refuse_loss(plan, copied, {(p.table_oid, p.part) for _, p in found})
                 record.drop_records(target)
             failpoint.hit("records.dropped")
         except psycopg.Error as error:
@@ -550,6 +585,13 @@ class _Run:
                 cancel_sessions(dsn, f"{APPLICATION} % {self.job.run_id}%")
             except MillraceError as error:
                 log.debug("could not stop sessions on %s: %s", dsn, error.message)
+
+
+def _planned(store: Store) -> set[tuple[int, int]]:
+    """Every part, large objects included, that is to have a record."""
+    parts = {(oid, part.number) for oid, parts in store.read_parts().items() for part in parts}
+    ranges = store.read_large_object_ranges()
+    return parts | {(record.LARGE_OBJECTS_OID, one.number) for one in ranges}
 
 
 def _in_thread(work: Callable[[], R]) -> Future[R]:

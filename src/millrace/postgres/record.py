@@ -127,7 +127,7 @@ def drop_records(connection: Connection) -> None:
 
     The target may have an event trigger by now that forbids just that: it is not meant for us.
     """
-    with suppress(psycopg.errors.InsufficientPrivilege):
+    with suppress(psycopg.errors.InsufficientPrivilege), connection.transaction():
         connection.execute("SET session_replication_role = replica")
     connection.execute("DROP SCHEMA IF EXISTS millrace CASCADE")
 

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 from psycopg.pq.abc import PGconn
 
@@ -24,11 +25,13 @@ from millrace.errors import ConnectionLost, MillraceError
 from millrace.lsn import parse_lsn
 from millrace.postgres.connect import connect
 from millrace.postgres.libpq import execute, open_session
+from millrace.postgres.pgoutput import MICROSECONDS_1970_TO_2000
 from millrace.retry import with_retries
 from millrace.stream.ahead import ahead
 from millrace.stream.apply import Applier
 from millrace.stream.position import open_position
 from millrace.stream.progress import Applied
+from millrace.stream.sentinel import Sentinel
 from millrace.stream.settings import Left, OnConflict
 from millrace.stream.spool import Range, Reader
 from millrace.stream.transform import iter_sections
@@ -43,6 +46,10 @@ CHUNK_BYTES = 16 << 20
 BATCH_BYTES = 32 << 20
 # Pieces of work made while the target is busy with another.
 AHEAD = 2
+# After catching up: how long to gather changes before the next batch, and how long to stay
+# without any.
+GATHER_SECONDS = 0.1
+STAY_SECONDS = 2.0
 
 # No triggers, no foreign keys: the source has done all that. Enough memory to keep a stage, and to
 # hash it rather than the table it is joined with.
@@ -70,6 +77,9 @@ class ApplyTask:
     until_lsn: int | None = None
     # The task ends with the first batch after so many seconds.
     seconds: float = 10.0
+    # The work directory, if the task can reach it: it is steered from there, and stays a while
+    # when it has caught up, because starting another costs more than waiting.
+    directory: Path | None = None
     batch_bytes: int = BATCH_BYTES
     chunk_bytes: int = CHUNK_BYTES
     on_conflict: OnConflict = OnConflict.STOP
@@ -105,12 +115,19 @@ def apply_spool(task: ApplyTask, attempt: int = 0) -> ApplyOutcome:
         with_retries(run.go, on_retry=_log_retry)
     except MillraceError as error:
         return run.outcome(error)
+    finally:
+        run.close()
     return run.outcome(None)
 
 
 def render_committed_at(microseconds: int) -> str:
     """A time of the source, as a timestamptz reads it."""
     return (_EPOCH + timedelta(microseconds=microseconds)).isoformat(sep=" ")
+
+
+def since_1970(microseconds: int) -> float:
+    """A time of the source, in seconds since 1970."""
+    return (microseconds + MICROSECONDS_1970_TO_2000) / 1e6
 
 
 def _log_retry(error: BaseException, pause: float) -> None:
@@ -130,6 +147,7 @@ class _Run:
         self._batches = 0
         self._applied = Applied()
         self._deadline = time.monotonic() + task.seconds
+        self._sentinel = Sentinel(task.directory) if task.directory else None
 
     def outcome(self, error: MillraceError | None) -> ApplyOutcome:
         return ApplyOutcome(
@@ -140,6 +158,10 @@ class _Run:
             self._applied,
             error,
         )
+
+    def close(self) -> None:
+        if self._sentinel is not None:
+            self._sentinel.close()
 
     def go(self) -> None:
         """Until the spool is applied or the time is up."""
@@ -159,7 +181,7 @@ class _Run:
     def _iter_work(self, preparer: Preparer, after_lsn: int) -> Iterator[Work | _Batch]:
         task, lsn = self._task, after_lsn
         while True:
-            found = self._spool.plan(lsn, task.batch_bytes, task.until_lsn)
+            found = self._next_range(lsn)
             if found is None:
                 return
             yield _Batch(found, False)
@@ -173,6 +195,25 @@ class _Run:
             lsn = found.end_lsn
             if time.monotonic() > self._deadline:
                 return
+
+    def _next_range(self, lsn: int) -> Range | None:
+        """What is to be applied next; None if this task has nothing more to do."""
+        task, until = self._task, self._task.until_lsn
+        give_up_at = time.monotonic() + STAY_SECONDS
+        while True:
+            state = self._sentinel.read() if self._sentinel else None
+            if state is not None:
+                if not state.apply:
+                    return None
+                until = state.endpos
+            found = self._spool.plan(lsn, task.batch_bytes, until)
+            if found is not None or state is None:
+                return found
+            is_whole = until is not None and (state.flushed_lsn or 0) >= until
+            if is_whole or time.monotonic() > min(give_up_at, self._deadline):
+                # What was spooled before that was read is seen now.
+                return self._spool.plan(lsn, task.batch_bytes, until)
+            time.sleep(GATHER_SECONDS)
 
     def _apply(self, session: PGconn, work: Iterator[Work | _Batch]) -> None:
         applier = Applier(session, self._task.on_conflict)
@@ -201,3 +242,5 @@ class _Run:
         self._transactions += batch.transactions
         self._batches += 1
         self._applied.add(applier.take())
+        if self._sentinel is not None and self._task.share.total == 1:
+            self._sentinel.write_applied(batch.end_lsn, since_1970(batch.committed_at))

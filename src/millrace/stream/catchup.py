@@ -20,8 +20,7 @@ from dataclasses import dataclass, replace
 from millrace.clone.engine import Engine
 from millrace.lsn import render_lsn
 from millrace.postgres.connect import connect
-from millrace.postgres.pgoutput import MICROSECONDS_1970_TO_2000
-from millrace.stream.apply_task import ApplyOutcome, ApplyTask, apply_spool
+from millrace.stream.apply_task import ApplyOutcome, ApplyTask, apply_spool, since_1970
 from millrace.stream.position import read_position, setup_position
 from millrace.stream.progress import Applied
 from millrace.stream.sentinel import Sentinel
@@ -141,10 +140,8 @@ class Catchup:
             self.counts.transactions += outcome.transactions
             self.counts.batches += outcome.batches
             self.counts.applied.add(outcome.applied)
-            committed_at = None
-            if outcome.committed_at is not None:
-                committed_at = (outcome.committed_at + MICROSECONDS_1970_TO_2000) / 1e6
-            self._sentinel.write_applied(self.position, committed_at)
+            at = outcome.committed_at
+            self._sentinel.write_applied(self.position, None if at is None else since_1970(at))
             log.debug("applied up to %s", render_lsn(self.position))
             if self._prunes and time.monotonic() - self._pruned_at > PRUNE_SECONDS:
                 self._prunes(self.position)

@@ -72,6 +72,7 @@ def open_catchup(
         encoding,
         on_conflict=settings.on_conflict,
         left=settings.left,
+        directory=settings.directory,
     )
     prunes = None if settings.keep_spool else partial(_prune, settings.directory)
     catchup = Catchup(task, settings.apply_jobs, engine, sentinel, prunes=prunes)
@@ -210,14 +211,15 @@ class Watch:
             return self._progress
         self._looked_at = now
         state, counts = self._sentinel.read(), self._catchup.counts
-        lag_bytes = self._spool.bytes_after(self._catchup.position)
+        applied_lsn = max(state.applied_lsn or 0, self._catchup.position)
+        lag_bytes = self._spool.bytes_after(applied_lsn)
         lag_seconds = 0.0
         if lag_bytes and state.applied_committed_at is not None:
             lag_seconds = max(0.0, time.time() - state.applied_committed_at)
         self._progress = FollowProgress(
             state.received_lsn or 0,
             state.flushed_lsn or 0,
-            self._catchup.position,
+            applied_lsn,
             state.endpos,
             lag_bytes,
             lag_seconds,

@@ -50,6 +50,7 @@ else: time.sleep(2)
 def test_memory_is_the_sum_over_the_tree(tmp_path: Path) -> None:
     usage = measure("os.fork(); block = b'x' * 50_000_000; time.sleep(1)", tmp_path)
     assert 100e6 < usage.peak_memory_bytes < 200e6
+    assert usage.peak_beside_jvm_bytes == usage.peak_memory_bytes
 
 
 def test_exit_code_and_output_are_kept(tmp_path: Path) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import io
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 from bench.report import (
     DID_NOT_RUN,
+    HIGHER,
     RIGHT,
     WRONG,
     Comparison,
@@ -76,6 +77,30 @@ def test_ratio_above_its_goal_is_not_met() -> None:
     assert Ratio(1.0).met is None
 
 
+def test_rate_below_its_goal_is_not_met() -> None:
+    faster = replace(WHOLE, goal=1.3, better=HIGHER)
+    assert faster.ratio([run("we", 13.0), run("they", 10.0)]).met is True
+    assert faster.ratio([run("we", 12.0), run("they", 10.0)]).met is False
+    assert faster.ratio([]).better == HIGHER
+
+
+def test_goals_of_both_directions_show_theirs(result: dict[str, Any]) -> None:
+    result["ratios"]["rate"] = asdict(Ratio(1.5, 1.3, HIGHER))
+    lines = render_markdown(result).splitlines()
+    assert "### Ratios" in lines
+    assert "| whole | 0.75 | ≤ 0.9 | yes |" in lines
+    assert "| rate | 1.50 | ≥ 1.3 | yes |" in lines
+
+
+def test_rates_and_lags_are_shown_in_their_own_precision() -> None:
+    figures = {"rows_per_second": 123456.7, "lag_p50_seconds": 0.123}
+    sets = {"A": {"title": "a title", "changed_rows": 2000, "wal_bytes": 1.5e9}}
+    runs = [Run("A", "we", 1, RIGHT, figures=figures)]
+    lines = render_markdown(assemble("follow", runs, {}, FACTS | {"data_sets": sets})).splitlines()
+    assert "| we | 123,457 | 0.12 |" in lines
+    assert "A: a title, 2,000 rows changed, 1.50 GB of WAL." in lines[2]
+
+
 def test_result_file_has_runs_ratios_and_facts(result: dict[str, Any], tmp_path: Any) -> None:
     file = tmp_path / "results" / "clone.json"
     write_json(result, file)
@@ -97,6 +122,13 @@ def test_markdown_has_each_contestant_each_ratio_and_each_failure(result: dict[s
     assert r"| a \| b |  |" in lines
     assert "| whole | 0.75 | 0.9 | yes |" in lines
     assert lines[-1] == "- a | b on A: did not run: not installed (round 1, 2)"
+
+
+def test_figures_of_a_busy_machine_say_so(result: dict[str, Any]) -> None:
+    assert "other programs" not in render_markdown(result)
+    result["disturbed_runs"] = 3
+    result["machine"] = result["machine"] | {"load_average": 8.0}
+    assert "In 3 of 4 runs other programs took" in render_markdown(result)
 
 
 def test_printed_tables_name_what_did_not_run(result: dict[str, Any]) -> None:

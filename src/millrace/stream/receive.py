@@ -49,19 +49,25 @@ from millrace.stream.spool import Writer
 log = logging.getLogger(__name__)
 
 FEEDBACK_SECONDS = 10.0
-# While an end position is waited for, the server is asked this often how far it is.
-ASK_SECONDS = 0.5
+# After an fsync it goes out sooner, but each one makes the server write down its slot.
+FEEDBACK_PAUSE_SECONDS = 0.1
+# While an end position is waited for and nothing comes, the server is asked how far it is: soon,
+# then less and less often.
+ASK_SECONDS = 0.02
+LONGEST_ASK_SECONDS = 1.0
 # The sentinel is looked at this often.
 CONTROL_SECONDS = 0.25
 # What waits for an fsync: at most so much, for at most so long, and not more often than that.
 SYNC_BYTES = 8 * 1024 * 1024
 SYNC_SECONDS = 0.5
 SYNC_PAUSE_SECONDS = 0.02
-# A busy server sends a packet for each row. Pauses this long make one read of many, and are too
-# short for the packets to fill a socket, which holds a few hundred; what was read is looked at
-# when there is enough of it, or after so long.
-GATHER_PAUSE_SECONDS = 0.0002
+# How soon the end of an fsync is noticed.
+SYNC_LOOK_SECONDS = 0.002
+# A busy server sends a packet for each row, and a socket holds few of them, so they are read at
+# once; what was read is looked at when there is enough of it, when nothing more comes for a moment,
+# or after so long.
 GATHER_BYTES = 256 * 1024
+GATHER_PAUSE_SECONDS = 0.001
 GATHER_SECONDS = 0.01
 # An idle source's position is written down this often; asking for a reply does it at once.
 IDLE_SECONDS = 10.0
@@ -124,6 +130,7 @@ class _Clock:
 
     feedback: float = 0.0
     ask: float = 0.0
+    ask_pause: float = ASK_SECONDS
     control: float = 0.0
     sync: float = 0.0
     idle: float = 0.0
@@ -208,6 +215,8 @@ class _Receiver:
         self._reached = False
         # The last position the server has told of, in any way.
         self._received_lsn = spool.complete_lsn
+        # What was on disk when that was looked at last.
+        self._durable_lsn = spool.durable_lsn
         # From a keepalive after which no transaction is open; not yet in the spool.
         self._idle_lsn = 0
 
@@ -320,9 +329,8 @@ class _Receiver:
             return 0
         until = time.monotonic() + GATHER_SECONDS
         while self._buffer.filled < GATHER_BYTES and time.monotonic() < until:
-            time.sleep(GATHER_PAUSE_SECONDS)
             more = stream.read(self._buffer)
-            if not more:
+            if not more and not stream.wait(GATHER_PAUSE_SECONDS):
                 break
             received += more
         return received
@@ -337,7 +345,11 @@ class _Receiver:
         if now - clock.heard > SILENCE_SECONDS:
             raise ConnectionLost("receiving from the source: it is silent", sqlstate=None)
         pause = CONTROL_SECONDS
-        if clock.unsynced is not None:
+        if self._endpos is not None:
+            pause = min(pause, clock.ask_pause)
+        if self._spool.is_syncing:
+            pause = SYNC_LOOK_SECONDS
+        elif clock.unsynced is not None:
             pause = min(pause, max(0.0, clock.sync + SYNC_PAUSE_SECONDS - now))
         stream.wait(pause)
 
@@ -363,8 +375,10 @@ class _Receiver:
         if len(taken):
             self._spool.append(frames[: taken.consumed], taken)
             self._received_lsn = max(self._received_lsn, int(taken.lsn.max()))
+            now = time.monotonic()
+            self._clock.ask, self._clock.ask_pause = now, ASK_SECONDS
             if self._clock.unsynced is None:
-                self._clock.unsynced = time.monotonic()
+                self._clock.unsynced = now
         if self._reached:
             self._spool.cut_unfinished()
         else:
@@ -410,37 +424,44 @@ class _Receiver:
     def _sync_if_due(self, *, is_quiet: bool) -> None:
         clock, spool = self._clock, self._spool
         now = time.monotonic()
-        if self._idle_lsn > spool.complete_lsn and not spool.is_in_transaction:
-            is_end = self._endpos is not None and _is_past(self._idle_lsn, self._endpos)
-            if self._reached or is_end or now - clock.idle >= IDLE_SECONDS:
-                spool.mark_idle(self._endpos if is_end and self._endpos else self._idle_lsn)
-                clock.idle = now
-                clock.unsynced = clock.unsynced or now
-        if clock.unsynced is None:
-            return
-        is_due = spool.unsynced_bytes >= SYNC_BYTES or self._reached
-        if spool.complete_lsn > spool.durable_lsn:  # there is something to confirm
-            is_due |= now - clock.unsynced >= SYNC_SECONDS
-            is_due |= is_quiet and now - clock.sync >= SYNC_PAUSE_SECONDS
-        if is_due:
-            before = spool.durable_lsn
-            failpoint.hit("receive.before_sync")
-            spool.sync()
+        self._mark_idle_if_due(now)
+        if clock.unsynced is not None and not spool.is_syncing:
+            is_due = spool.unsynced_bytes >= SYNC_BYTES or self._reached
+            if spool.complete_lsn > spool.durable_lsn:  # there is something to confirm
+                is_due |= now - clock.unsynced >= SYNC_SECONDS
+                is_due |= is_quiet and now - clock.sync >= SYNC_PAUSE_SECONDS
+            if is_due:
+                failpoint.hit("receive.before_sync")
+                spool.sync_soon()
+                clock.sync, clock.unsynced = now, None
+        durable = spool.durable_lsn
+        if durable > self._durable_lsn:
             failpoint.hit("receive.after_sync")
-            clock.sync, clock.unsynced = time.monotonic(), None
-            if spool.durable_lsn > before:
-                clock.feedback = 0.0
+            self._durable_lsn = durable
+            clock.feedback = min(clock.feedback, now - FEEDBACK_SECONDS + FEEDBACK_PAUSE_SECONDS)
+
+    def _mark_idle_if_due(self, now: float) -> None:
+        """Write down how far the source is known to be idle: every so often, or at the end."""
+        clock, spool = self._clock, self._spool
+        if self._idle_lsn <= spool.complete_lsn or spool.is_in_transaction:
+            return
+        is_end = self._endpos is not None and _is_past(self._idle_lsn, self._endpos)
+        if self._reached or is_end or now - clock.idle >= IDLE_SECONDS:
+            spool.mark_idle(self._endpos if is_end and self._endpos else self._idle_lsn)
+            clock.idle = now
+            clock.unsynced = clock.unsynced or now
 
     def _feedback_if_due(self, stream: ReplicationStream) -> None:
         clock = self._clock
         now = time.monotonic()
-        is_asking = self._endpos is not None and now - clock.ask >= ASK_SECONDS
+        is_asking = self._endpos is not None and now - clock.ask >= clock.ask_pause
         if not is_asking and now - clock.feedback < FEEDBACK_SECONDS:
             return
         self._send_feedback(stream, reply_requested=is_asking)
         clock.feedback = now
         if is_asking:
             clock.ask = now
+            clock.ask_pause = min(2 * clock.ask_pause, LONGEST_ASK_SECONDS)
 
     def _send_feedback(self, stream: ReplicationStream, *, reply_requested: bool) -> None:
         durable = self._spool.durable_lsn

@@ -14,8 +14,10 @@ import fcntl
 import logging
 import os
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -53,6 +55,7 @@ from millrace.stream.spool_index import (
     RELATION,
     IndexFile,
     Records,
+    empty_records,
     idle_record,
     index_block,
     relations_before,
@@ -90,15 +93,25 @@ class Range:
 class Writer(Protocol):
     """What a receiver needs of a spool."""
 
-    # The end of the last transaction taken, synced or not.
-    last_end_lsn: int
-    # Nothing is missing up to here: last_end_lsn, or how far the source is known to be idle.
-    complete_lsn: int
-    # The same, on disk: what may be confirmed to the source.
-    durable_lsn: int
+    @property
+    def last_end_lsn(self) -> int:
+        """The end of the last transaction taken, synced or not."""
+
+    @property
+    def complete_lsn(self) -> int:
+        """Nothing is missing up to here: last_end_lsn, or how far the source is known to be
+        idle."""
+
+    @property
+    def durable_lsn(self) -> int:
+        """The same, on disk: what may be confirmed to the source."""
 
     @property
     def is_in_transaction(self) -> bool: ...
+
+    @property
+    def is_syncing(self) -> bool:
+        """Whether `sync_soon` has not ended yet."""
 
     @property
     def bytes(self) -> int: ...
@@ -111,6 +124,8 @@ class Writer(Protocol):
     def mark_idle(self, lsn: int) -> None: ...
 
     def sync(self) -> int: ...
+
+    def sync_soon(self) -> None: ...
 
     def cut_unfinished(self) -> None: ...
 
@@ -141,7 +156,7 @@ class SpoolWriter:
         self._lock = _open_lock(self._folder)
         self.last_end_lsn = 0
         self.complete_lsn = 0
-        self.durable_lsn = 0
+        self._durable_lsn = 0
         self._durable_end_lsn = 0
         self._position = 0
         self._opened: OpenTransaction | None = None
@@ -152,6 +167,11 @@ class SpoolWriter:
         # Records that wait for the sync of their bytes, or for the end of their transaction.
         self._pending: list[Records] = []
         self._unsynced_bytes = 0
+        # Disks are waited for here, so that receiving goes on meanwhile.
+        self._syncer = ThreadPoolExecutor(1, "spool sync")
+        self._syncing: Future[None] | None = None
+        # What is durable when that has ended: (complete_lsn, last_end_lsn).
+        self._then_durable = (0, 0)
         try:
             self._recover()
         except BaseException:
@@ -166,6 +186,7 @@ class SpoolWriter:
 
     def close(self) -> None:
         """Let go of the files; what was not synced may be lost."""
+        self._syncer.shutdown()
         for descriptor in (self._segment, self._index, self._lock):
             if descriptor >= 0:
                 os.close(descriptor)
@@ -213,13 +234,55 @@ class SpoolWriter:
         self._pending.append(idle_record(lsn, position, self._position))
         self.complete_lsn = lsn
 
+    @property
+    def durable_lsn(self) -> int:
+        """What may be confirmed to the source."""
+        self._note_synced()
+        return self._durable_lsn
+
+    @property
+    def is_syncing(self) -> bool:
+        self._note_synced()
+        return self._syncing is not None
+
     def sync(self) -> int:
         """Put everything on disk; the end of the last transaction that is there."""
-        if self._unsynced_bytes:
-            os.fdatasync(self._segment)
-            self._unsynced_bytes = 0
-        self._write_index()
+        if self._syncing is not None:
+            self._syncing.exception()  # wait; it is raised below
+        self._note_synced()
+        self._begin_sync()()
+        self._durable_lsn, self._durable_end_lsn = self._then_durable
         return self._durable_end_lsn
+
+    def sync_soon(self) -> None:
+        """Begin to put everything on disk, unless that is going on; `durable_lsn` tells."""
+        self._note_synced()
+        if self._syncing is None:
+            self._syncing = self._syncer.submit(self._begin_sync())
+
+    def _note_synced(self) -> None:
+        if self._syncing is not None and self._syncing.done():
+            done, self._syncing = self._syncing, None
+            done.result()
+            self._durable_lsn, self._durable_end_lsn = self._then_durable
+
+    def _begin_sync(self) -> Callable[[], None]:
+        """What has to be done for all that was appended up to now."""
+        records = self._take_records()
+        size, self._unsynced_bytes = self._unsynced_bytes, 0
+        self._then_durable = (self._durable_lsn, self._durable_end_lsn)
+        if len(records):
+            self._then_durable = (self.complete_lsn, self.last_end_lsn)
+        return partial(self._flush, self._segment, self._index, size, records)
+
+    def _flush(self, segment: int, index: int, size: int, records: Records) -> None:
+        """The segment, then its index."""
+        if size:
+            os.fdatasync(segment)
+        if len(records):
+            failpoint.hit("spool.before_index")
+            _write_all(index, self._file, records.tobytes(), memoryview(b""))
+            os.fdatasync(index)
 
     def cut_unfinished(self) -> None:
         """Remove the beginning of a transaction whose end will not come on this connection."""
@@ -280,20 +343,13 @@ class SpoolWriter:
         self._position += size
         self._unsynced_bytes += size
 
-    def _write_index(self) -> None:
-        """Write the records up to the end of the last whole transaction."""
-        if not self._pending:
-            return
-        records = np.concatenate(self._pending)
+    def _take_records(self) -> Records:
+        """The records up to the end of the last whole transaction."""
+        records = np.concatenate((empty_records(), *self._pending))
         ends = np.flatnonzero(records["kind"] != RELATION)
         done = int(ends[-1]) + 1 if len(ends) else 0
         self._pending = [records[done:]] if done < len(records) else []
-        if done:
-            failpoint.hit("spool.before_index")
-            _write_all(self._index, self._file, records[:done].tobytes(), memoryview(b""))
-            os.fdatasync(self._index)
-            self._durable_end_lsn = self.last_end_lsn
-            self.durable_lsn = self.complete_lsn
+        return records[:done]
 
     def _open_segment(self, file: SegmentFile) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
@@ -337,7 +393,7 @@ class SpoolWriter:
         last = files[-1]
         recovered = recover_last(last)
         self.last_end_lsn = self._durable_end_lsn = recovered.end_lsn
-        self.complete_lsn = self.durable_lsn = recovered.complete_lsn
+        self.complete_lsn = self._durable_lsn = recovered.complete_lsn
         self._position = recovered.position
         self._opened = recovered.opened
         if recovered.opened is not None:

@@ -188,6 +188,13 @@ class TableSpoolWriter:
             self.unsynced_bytes = 0
         return self._durable_end_lsn
 
+    @property
+    def is_syncing(self) -> bool:
+        return False
+
+    def sync_soon(self) -> None:
+        self.sync()
+
     def cut_unfinished(self) -> None:
         """Roll back what has come of a transaction."""
         if self._is_open:

@@ -1,0 +1,234 @@
+"""The spool on the target behaves as the one in files does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psycopg
+import pytest
+from tests.fixtures.changes import Transaction, append, join, relation_version
+from tests.fixtures.receiving import Source, messages_of, wait_until, without_relations
+
+from millrace.config.dsn import Dsn
+from millrace.errors import WorkDirError
+from millrace.postgres.connect import connect
+from millrace.postgres.pgoutput import scan
+from millrace.stream import table_spool
+from millrace.stream.receive import receive
+from millrace.stream.spool import Reader, SpoolReader, SpoolWriter, Writer, prune
+from millrace.stream.table_spool import TableSpoolReader, TableSpoolWriter
+
+STREAM = "table_spool_test"
+
+
+class Kind:
+    """One kind of spool."""
+
+    def __init__(
+        self,
+        write: Callable[[], Writer],
+        read: Callable[[], Reader],
+        remove: Callable[[int], int],
+    ) -> None:
+        self.write = write
+        self.read = read
+        self.prune = remove
+
+
+@pytest.fixture(params=["files", "table"])
+def kind(request: pytest.FixtureRequest, tmp_path: Path, target_db: str) -> Iterator[Kind]:
+    if request.param == "files":
+        yield Kind(
+            lambda: SpoolWriter(tmp_path, segment_bytes=4096),
+            lambda: SpoolReader(tmp_path),
+            lambda lsn: prune(tmp_path, lsn),
+        )
+        return
+    dsn = Dsn.parse(target_db)
+    with connect(dsn, "test") as connection:
+        yield Kind(
+            lambda: TableSpoolWriter(dsn, STREAM),
+            lambda: TableSpoolReader(dsn, STREAM),
+            lambda lsn: table_spool.prune(connection, STREAM, lsn),
+        )
+        table_spool.uninstall(connection, STREAM)
+
+
+def _write_again(kind: Kind) -> Writer:
+    """The target takes a moment to end the session of a closed writer."""
+    found: list[Writer] = []
+
+    def opened() -> bool:
+        with suppress(WorkDirError):
+            found.append(kind.write())
+        return bool(found)
+
+    wait_until(opened)
+    return found[0]
+
+
+def _read_all(reader: Reader, after_lsn: int = 0, max_bytes: int = 1 << 30) -> bytes:
+    parts = []
+    while (found := reader.plan(after_lsn, max_bytes, None)) is not None:
+        parts += [chunk.tobytes() for chunk in reader.chunks(found, 1000)]
+        after_lsn = found.end_lsn
+    return b"".join(parts)
+
+
+def test_what_was_written_is_read(kind: Kind) -> None:
+    transactions = [Transaction(n, rows=n % 7, relation=n) for n in range(1, 40)]
+    stream = join(transactions)
+    writer = kind.write()
+    left = b""
+    for at in range(0, len(stream), 701):
+        left = append(writer, left + stream[at : at + 701])
+    assert writer.sync() == transactions[-1].end_lsn
+    assert writer.durable_lsn == writer.last_end_lsn == transactions[-1].end_lsn
+    writer.close()
+    reader = kind.read()
+    assert reader.last_end_lsn() == transactions[-1].end_lsn
+    for max_bytes in (1, 3000, 1 << 30):
+        assert _read_all(reader, max_bytes=max_bytes) == stream
+    found = reader.plan(1050, 1, None)
+    assert found is not None
+    assert (found.transactions, found.changes, found.end_lsn) == (1, 11 % 7, 1150)
+    assert (found.commit_lsn, found.committed_at) == (1140, 11_000_000)
+    assert reader.relations(found) == {16384: relation_version(10)}
+    assert reader.plan(150, 1 << 30, 449).end_lsn == 350  # type: ignore[union-attr]
+    assert reader.plan(150, 1 << 30, 249) is None
+    assert reader.bytes_after(transactions[-1].end_lsn) == 0
+    assert reader.bytes_after(3750) >= len(transactions[-1].frames())
+
+
+def test_a_chunk_never_splits_a_frame(kind: Kind) -> None:
+    writer = kind.write()
+    append(writer, Transaction(1, rows=30, row_bytes=300).frames())
+    writer.sync()
+    writer.close()
+    reader = kind.read()
+    found = reader.plan(0, 1, None)
+    assert found is not None
+    for size in (1, 400, 5000, 1 << 20):
+        chunks = list(reader.chunks(found, size))
+        for chunk in chunks:
+            messages = scan(chunk, len(chunk))
+            assert messages.consumed == len(chunk)
+            assert len(chunk) <= size or len(messages) == 1
+
+
+def test_an_unfinished_transaction_is_never_seen(kind: Kind) -> None:
+    writer = kind.write()
+    append(writer, Transaction(1, relation=1).frames())
+    append(writer, Transaction(2, relation=2).frames()[:-30])
+    assert writer.is_in_transaction
+    writer.sync()
+    assert kind.read().last_end_lsn() == 150
+    writer.cut_unfinished()
+    assert not writer.is_in_transaction
+    append(writer, Transaction(2, rows=3).frames())
+    assert writer.sync() == 250
+    append(writer, Transaction(3).frames()[:-30])
+    writer.close()  # as a crash would
+    again = _write_again(kind)
+    assert again.last_end_lsn == 250
+    append(again, Transaction(3).frames())
+    again.sync()
+    again.close()
+    reader = kind.read()
+    expected = (Transaction(1, relation=1), Transaction(2, rows=3), Transaction(3))
+    assert _read_all(reader) == join(expected)
+    found = reader.plan(150, 1, None)
+    assert found is not None
+    assert reader.relations(found) == {16384: relation_version(1)}
+
+
+def test_idle_positions_are_kept(kind: Kind) -> None:
+    writer = kind.write()
+    writer.mark_idle(120)
+    writer.sync()
+    assert writer.durable_lsn == 120
+    append(writer, Transaction(2).frames())
+    writer.mark_idle(900)
+    writer.sync()
+    writer.close()
+    again = _write_again(kind)
+    assert (again.complete_lsn, again.durable_lsn, again.last_end_lsn) == (900, 900, 250)
+    again.close()
+
+
+def test_what_is_applied_is_pruned(kind: Kind) -> None:
+    transactions = [Transaction(n, rows=3, relation=n) for n in range(1, 101)]
+    writer = kind.write()
+    append(writer, join(transactions[:50]))
+    for transaction in transactions[50:]:
+        append(writer, transaction.frames())
+    writer.sync()
+    reader = kind.read()
+    first = reader.plan(0, 1, None)
+    assert first is not None
+    assert kind.prune(0) == 0
+    assert kind.prune(8050) > 0
+    assert _read_all(reader, after_lsn=8050) == join(transactions[80:])
+    found = reader.plan(8050, 1, None)
+    assert found is not None
+    assert reader.relations(found) == {16384: relation_version(80)}
+    with pytest.raises(WorkDirError, match="was pruned"):
+        reader.plan(150, 1, None)
+    with pytest.raises(WorkDirError, match="was pruned"):
+        list(reader.chunks(first, 1000))
+    kind.prune(10050)
+    assert reader.last_end_lsn() == 10050
+    append(writer, Transaction(101).frames())
+    writer.sync()
+    writer.close()
+    assert _read_all(reader, after_lsn=10050) == Transaction(101).frames()
+
+
+def test_one_writer_at_a_time(kind: Kind) -> None:
+    writer = kind.write()
+    with pytest.raises(WorkDirError, match="writes the spool"):
+        kind.write()
+    writer.close()
+
+
+def test_a_stream_is_received_into_it(kind: Kind, source_db: str) -> None:
+    source = Source(source_db, "CREATE TABLE t (id int PRIMARY KEY, v text)")
+    try:
+        for turn in range(2):
+            source.execute(
+                f"INSERT INTO t SELECT i, 'v' FROM generate_series({turn * 1000}, {turn * 1000}"
+                " + 999) AS i",
+                "UPDATE t SET v = 'w' WHERE id % 10 = 0",
+                "DELETE FROM t WHERE id % 10 = 1",
+            )
+            writer = _write_again(kind)
+            received = receive(source.settings(endpos=source.lsn()), writer)
+            writer.close()
+            assert received.reached_endpos
+            assert source.confirmed_lsn() == received.complete_lsn
+        found = messages_of(_read_all(kind.read()))
+        expected = source.expected(binary=True)
+        assert without_relations(found) == without_relations(expected)
+    finally:
+        source.close()
+
+
+def test_a_transaction_of_the_target_is_one_of_the_source(target_db: str) -> None:
+    dsn = Dsn.parse(target_db)
+    with TableSpoolWriter(dsn, STREAM) as writer:
+        append(writer, join(Transaction(n) for n in range(1, 6)))
+        writer.sync()
+    with psycopg.connect(target_db) as connection:
+        rows = connection.execute(
+            "SELECT count(*), count(DISTINCT xmin::text) FROM replication.raw_messages"
+        ).fetchone()
+        assert rows == (5, 5)
+        position = connection.execute(
+            "SELECT pg_replication_origin_progress(%s, true)::text",
+            (table_spool.origin_name(STREAM),),
+        ).fetchone()
+        assert position == ("0/226",)
+    with connect(dsn, "test") as other:
+        table_spool.uninstall(other, STREAM)

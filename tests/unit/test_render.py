@@ -1,0 +1,133 @@
+"""Changes as lines of SQL and JSON."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from millrace.change import SCHEMA
+from millrace.errors import FormatError
+from millrace.stream.render import SESSION, render_json, render_sql
+
+ROW: dict[str, Any] = {
+    "commit_lsn": 0x16B3748,
+    "end_lsn": 0x16B3780,
+    "lsn": 0x16B3700,
+    "position": 0,
+    "xid": 742,
+    "committed_at": datetime(2025, 5, 8, 12, 13, 14, tzinfo=UTC),
+    "schema": "s",
+    "table": "t",
+    "relation_oid": 16400,
+    "operation": "insert",
+    "replica_identity": "default",
+    "key": ["id"],
+    "old": None,
+    "new": [("id", "1"), ("v", "it's")],
+    "unchanged": [],
+    "options": None,
+}
+
+
+def batch(*rows: dict[str, Any]) -> pa.RecordBatch:
+    return pa.RecordBatch.from_pylist([ROW | row for row in rows], SCHEMA)
+
+
+def sql(*rows: dict[str, Any]) -> list[str]:
+    """The statements of one transaction, without what is around them."""
+    session, begin, *statements, commit = render_sql([batch(*rows)])
+    assert session == SESSION
+    assert begin.startswith("BEGIN;")
+    assert commit.startswith("COMMIT;")
+    return statements
+
+
+def test_transactions_begin_and_end_across_batches() -> None:
+    lines = list(
+        render_sql(
+            [
+                batch({}),
+                batch({"position": 1}, {"commit_lsn": 0x16B3800, "end_lsn": 0x16B3810, "xid": 743}),
+            ]
+        )
+    )
+    insert = 'INSERT INTO "s"."t" ("id", "v") OVERRIDING SYSTEM VALUE VALUES (\'1\', \'it\'\'s\');'
+    assert lines == [
+        SESSION,
+        "BEGIN; -- xid 742, commit 0/16B3748, 2025-05-08 12:13:14+00:00",
+        insert,
+        insert,
+        "COMMIT; -- xid 742, end 0/16B3780",
+        "BEGIN; -- xid 743, commit 0/16B3800, 2025-05-08 12:13:14+00:00",
+        insert,
+        "COMMIT; -- xid 743, end 0/16B3810",
+    ]
+    assert list(render_sql([])) == []
+
+
+def test_updates_set_what_may_have_changed() -> None:
+    update = {"operation": "update"}
+    assert sql(
+        update,
+        update | {"old": [("id", "1")], "new": [("id", "2"), ("v", None)]},
+        update | {"new": [("id", "1")], "unchanged": ["v"]},
+    ) == [
+        'UPDATE "s"."t" SET "v" = \'it\'\'s\' WHERE "id" = \'1\';',
+        'UPDATE "s"."t" SET "id" = \'2\', "v" = NULL WHERE "id" = \'1\';',
+        'UPDATE "s"."t" SET "id" = \'1\' WHERE "id" = \'1\';',
+    ]
+
+
+def test_rows_without_a_key_are_known_by_their_looks() -> None:
+    full = {"replica_identity": "full", "key": ["id", "v"], "old": [("id", "1"), ("v", None)]}
+    (statement,) = sql(full | {"operation": "delete", "new": None})
+    assert statement == (
+        'DELETE FROM "s"."t" WHERE (tableoid, ctid) = (SELECT tableoid, ctid FROM "s"."t"'
+        " WHERE format('%s', \"id\") = '1' AND \"v\" IS NULL LIMIT 1);"
+    )
+
+
+def test_tables_truncated_together_are_one_statement() -> None:
+    truncate = {"operation": "truncate", "new": None, "options": ["cascade", "restart_identity"]}
+    assert sql(truncate, truncate | {"table": "u"}, truncate | {"lsn": 1, "options": []}) == [
+        'TRUNCATE "s"."t", "s"."u" RESTART IDENTITY CASCADE;',
+        'TRUNCATE "s"."t";',
+    ]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"operation": "update", "key": []},
+        {"operation": "delete", "key": [], "new": None, "old": []},
+        {"operation": "update", "new": [("v", "x")], "unchanged": ["id"]},
+    ],
+)
+def test_a_row_that_can_not_be_named_is_an_error(row: dict[str, Any]) -> None:
+    with pytest.raises(FormatError, match="does not tell which row"):
+        sql(row)
+
+
+def test_json_has_a_line_for_each() -> None:
+    lines = [json.loads(line) for line in render_json([batch({}, {"operation": "update"})])]
+    assert [line["action"] for line in lines] == ["begin", "insert", "update", "commit"]
+    assert lines[0] == {
+        "action": "begin",
+        "xid": 742,
+        "commit_lsn": "0/16B3748",
+        "end_lsn": "0/16B3780",
+        "committed_at": "2025-05-08 12:13:14+00:00",
+    }
+    assert lines[1] == {
+        "action": "insert",
+        "lsn": "0/16B3700",
+        "position": 0,
+        "schema": "s",
+        "table": "t",
+        "key": ["id"],
+        "new": {"id": "1", "v": "it's"},
+    }

@@ -1,0 +1,64 @@
+"""The sentinel: one row that any process may read and write."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+from millrace.stream.sentinel import Sentinel, StreamSetup
+
+
+def test_what_is_set_is_read_by_others(tmp_path: Path) -> None:
+    with Sentinel(tmp_path) as one, Sentinel(tmp_path) as other:
+        state = other.read()
+        assert (state.startpos, state.endpos, state.apply, state.prefetch) == (
+            None,
+            None,
+            True,
+            True,
+        )
+        one.set_startpos(1)
+        one.set_endpos(0x16B374D848)
+        one.set_apply(False)
+        one.set_prefetch(False)
+        one.write_received(30, 20)
+        one.write_applied(10, 5.0)
+        one.write_applied(11)
+        state = other.read()
+        assert (state.startpos, state.endpos) == (1, 0x16B374D848)
+        assert (state.apply, state.prefetch) == (False, False)
+        assert (state.received_lsn, state.flushed_lsn, state.applied_lsn) == (30, 20, 11)
+        assert state.applied_committed_at == 5.0
+        one.set_endpos(None)
+        assert other.read().endpos is None
+
+
+def test_the_setup_is_kept_until_cleared(tmp_path: Path) -> None:
+    setup = StreamSetup("postgresql://host/db", "slot", "pgoutput", "UTF8", 77)
+    with Sentinel(tmp_path) as sentinel:
+        assert sentinel.read_setup() is None
+        sentinel.write_setup(setup)
+        sentinel.write_system_identifier("42")
+    with Sentinel(tmp_path) as sentinel:
+        found = sentinel.read_setup()
+        assert found is not None
+        assert (found.slot_name, found.start_lsn, found.system_identifier) == ("slot", 77, "42")
+        sentinel.clear()
+        assert sentinel.read_setup() is None
+
+
+def test_many_writers_do_not_get_in_each_others_way(tmp_path: Path) -> None:
+    def write(first: int) -> None:
+        with Sentinel(tmp_path) as sentinel:
+            for number in range(first, first + 100):
+                sentinel.write_received(number, number)
+                sentinel.write_applied(number)
+
+    threads = [threading.Thread(target=write, args=(n * 1000,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    with Sentinel(tmp_path) as sentinel:
+        state = sentinel.read()
+        assert state.received_lsn in {n * 1000 + 99 for n in range(4)}

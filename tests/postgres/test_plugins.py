@@ -81,6 +81,9 @@ CHANGES = (
     "ALTER TABLE t DROP v",
     "INSERT INTO t (id) VALUES (11)",
     "CREATE TABLE unpublished (id int PRIMARY KEY)",
+    # What applications write into the WAL themselves.
+    "BEGIN; INSERT INTO t (id) VALUES (12); SELECT pg_logical_emit_message(true, 'p', 'x'); COMMIT",
+    "SELECT pg_logical_emit_message(false, 'p', 'y')",
 )
 
 

@@ -55,7 +55,12 @@ class TruncateText:
     restart_identity: bool
 
 
-ChangeText = BeginText | CommitText | RowText | TruncateText
+@dataclass(frozen=True)
+class MessageText:
+    """What an application wrote by pg_logical_emit_message: no change of a table."""
+
+
+ChangeText = BeginText | CommitText | RowText | TruncateText | MessageText
 
 
 def bad_text(plugin: str, expected: str, at: int, text: str) -> FormatError:

@@ -23,6 +23,7 @@ from millrace.postgres.plugin_change import (
     BeginText,
     ChangeText,
     CommitText,
+    MessageText,
     Row,
     RowText,
     TruncateText,
@@ -51,6 +52,8 @@ def parse_message(text: str) -> ChangeText:
         return BeginText(int(match[1]))
     if match := _COMMIT.fullmatch(text):
         return CommitText(int(match[1]), parse_timestamp(match[2], text))
+    if text.startswith("message: "):
+        return MessageText()
     if not text.startswith("table "):
         raise bad_text(PLUGIN, "BEGIN, COMMIT or table", 0, text)
     tables, at = _parse_tables(text, len("table "))

@@ -25,6 +25,7 @@ from millrace.postgres.plugin_change import (
     BeginText,
     ChangeText,
     CommitText,
+    MessageText,
     Row,
     RowText,
     TruncateText,
@@ -65,6 +66,8 @@ def _change(found: dict[str, Any], text: str) -> ChangeText:
             return BeginText(int(found["xid"]), commit_lsn, committed_at)
         end_lsn = parse_lsn(found["nextlsn"])
         return CommitText(int(found["xid"]), committed_at, commit_lsn, end_lsn)
+    if action == "M":
+        return MessageText()
     schema, table = found["schema"], found["table"]
     if action == "T":
         return TruncateText(((schema, table),), False, False)

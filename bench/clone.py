@@ -9,7 +9,6 @@ Data sets: A, twelve uneven tables; B, one large table; relay, a narrow one for 
 from __future__ import annotations
 
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -24,7 +23,18 @@ from bench.floor import Psql
 from bench.machine import machine_facts
 from bench.measure import postmaster_pid, run_measured
 from bench.relay_cpu import NARROW
-from bench.report import DID_NOT_RUN, RIGHT, WRONG, Comparison, Ratio, Run, assemble
+from bench.report import (
+    DID_NOT_RUN,
+    RIGHT,
+    WRONG,
+    Comparison,
+    Ratio,
+    Run,
+    assemble,
+    first_of,
+    last_words,
+    say,
+)
 from millrace.postgres.embedded import Cluster, open_cluster
 
 # The newest first: the bench takes the first that pgcopydb can copy.
@@ -160,7 +170,7 @@ class Arena:
 
     def load(self, data_set: DataSet, scale: float) -> dict[str, Any]:
         """Put the data set in the place of the last one; its sizes are returned."""
-        _say(f"building data set {data_set.name}")
+        say(f"building data set {data_set.name}")
         self._source.drop_database(DATABASE)
         uri = self._source.create_database(DATABASE)
         build(uri, data_set, scale)
@@ -197,7 +207,7 @@ class Arena:
             env=who.environment(course),
         )
         if usage.exit_code:
-            reason = f"exit code {usage.exit_code}: {_tail(work_dir / 'log')}"
+            reason = f"exit code {usage.exit_code}: {last_words(work_dir / 'log')}"
             return self._record(contestant, number, DID_NOT_RUN, reason, asdict(usage))
         figures = {**asdict(usage), **contestant.figures(work_dir)}
         waited = figures.get("spark_start_seconds", 0.0)
@@ -206,7 +216,7 @@ class Arena:
             self._expected, fingerprint(course.target), indexes=not contestant.data_only
         )
         outcome = WRONG if wrong else RIGHT
-        return self._record(contestant, number, outcome, _first_of(wrong), figures)
+        return self._record(contestant, number, outcome, first_of(wrong), figures)
 
     def _prepare(self, work_dir: Path, contestant: Contestant) -> Course:
         self._target.drop_database(DATABASE)
@@ -237,7 +247,7 @@ class Arena:
         figures: dict[str, Any] | None = None,
     ) -> Run:
         wall = f"{figures['wall_seconds']:.1f} s" if figures else ""
-        _say(f"{self._data_set.name}, round {number}: {contestant.name} {wall} {outcome} {reason}")
+        say(f"{self._data_set.name}, round {number}: {contestant.name} {wall} {outcome} {reason}")
         return Run(self._data_set.name, contestant.name, number, outcome, reason, figures or {})
 
 
@@ -254,17 +264,3 @@ def open_arena(version: int, *, timeout_seconds: float) -> Iterator[Arena]:
 
 def _jdbc_url(cluster: Cluster) -> str:
     return f"jdbc:postgresql://127.0.0.1:{cluster.port}/{DATABASE}?user=postgres"
-
-
-def _tail(log: Path) -> str:
-    """The last words of a contestant, on one line."""
-    return " / ".join(log.read_text(errors="replace").strip().splitlines()[-3:])
-
-
-def _first_of(wrong: Sequence[str], shown: int = 3) -> str:
-    more = [f"and {len(wrong) - shown} more"] if len(wrong) > shown else []
-    return "; ".join([*wrong[:shown], *more])
-
-
-def _say(line: str) -> None:
-    print(line.rstrip(), file=sys.stderr, flush=True)

@@ -46,6 +46,8 @@ class Usage:
     wall_seconds: float
     client_cpu_seconds: float
     peak_memory_bytes: int
+    # The same without Java's processes; its peak need not be at the same moment.
+    peak_beside_jvm_bytes: int = 0
     killed_processes: int = 0
     source_cpu_seconds: float = 0.0
     target_cpu_seconds: float = 0.0
@@ -95,23 +97,29 @@ class _Sampler(threading.Thread):
     def __init__(self) -> None:
         super().__init__(daemon=True)
         self.peak_bytes = 0
+        self.peak_beside_jvm_bytes = 0
         self.unwaited_cpu_seconds: dict[int, float] = {}
         self._ended = threading.Event()
 
     def run(self) -> None:
         pause = SAMPLE_SECONDS
         while not self._ended.wait(pause):
-            started = time.monotonic()
+            started = time.thread_time()  # on a busy machine it waits as well, which costs nothing
             processes = psutil.Process().children(recursive=True)
-            self.peak_bytes = max(self.peak_bytes, sum(map(_memory_bytes, processes)))
+            self._note_memory({each: _memory_bytes(each) for each in processes})
             for process in processes:
                 if _is_unwaited(process):
                     self.unwaited_cpu_seconds[process.pid] = _cpu_seconds(process.pid)
-            pause = max(SAMPLE_SECONDS, (time.monotonic() - started) / SAMPLE_SHARE)
+            pause = max(SAMPLE_SECONDS, (time.thread_time() - started) / SAMPLE_SHARE)
 
     def stop(self) -> None:
         self._ended.set()
         self.join()
+
+    def _note_memory(self, memory: Mapping[psutil.Process, int]) -> None:
+        beside = sum(size for process, size in memory.items() if not _is_jvm(process))
+        self.peak_bytes = max(self.peak_bytes, sum(memory.values()))
+        self.peak_beside_jvm_bytes = max(self.peak_beside_jvm_bytes, beside)
 
 
 class _Wrapper:
@@ -141,6 +149,7 @@ class _Wrapper:
             wall_seconds=ended - started,
             client_cpu_seconds=children.ru_utime + children.ru_stime + unwaited,
             peak_memory_bytes=sampler.peak_bytes,
+            peak_beside_jvm_bytes=sampler.peak_beside_jvm_bytes,
             killed_processes=self._killed,
         )
 
@@ -169,6 +178,13 @@ def _memory_bytes(process: psutil.Process) -> int:
     except psutil.Error:  # it ended meanwhile
         return 0
     return getattr(memory, "pss", memory.rss)
+
+
+def _is_jvm(process: psutil.Process) -> bool:
+    try:
+        return process.name() == "java"
+    except psutil.Error:  # it ended meanwhile
+        return False
 
 
 def _is_unwaited(process: psutil.Process) -> bool:

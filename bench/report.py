@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import statistics
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 RIGHT, WRONG, DID_NOT_RUN = "right", "wrong", "did not run"
+LOWER, HIGHER = "lower", "higher"
 
 
 @dataclass(frozen=True)
@@ -37,13 +39,15 @@ class Ratio:
 
     value: float | None
     goal: float | None = None
-    better: str = "lower"
+    better: str = LOWER
     reason: str = ""
 
     @property
     def met(self) -> bool | None:
         if self.value is None or self.goal is None:
             return None
+        if self.better == HIGHER:
+            return self.value >= self.goal
         return self.value <= self.goal
 
 
@@ -56,26 +60,36 @@ class Comparison:
     ours: tuple[str, str]
     theirs: tuple[str, str]
     goal: float | None = None
+    better: str = LOWER
 
     def ratio(self, runs: Sequence[Run]) -> Ratio:
         ours, theirs = (median(runs, *side, self.figure) for side in (self.ours, self.theirs))
         if ours is not None and theirs:
-            return Ratio(ours / theirs, self.goal)
+            return Ratio(ours / theirs, self.goal, self.better)
         missing = self.ours if ours is None else self.theirs
-        return Ratio(None, self.goal, reason=f"no {self.figure} of {missing[1]} on {missing[0]}")
+        reason = f"no {self.figure} of {missing[1]} on {missing[0]}"
+        return Ratio(None, self.goal, self.better, reason)
 
 
 # Figures in the tables, with their headings; the JSON has all of them.
 COLUMNS = {
+    "rows_per_second": "rows/s",
+    "timed_seconds": "timed s",
+    "whole_seconds": "with start s",
+    "load_rows_per_second": "load rows/s",
+    "lag_p50_seconds": "lag p50 s",
+    "lag_p99_seconds": "lag p99 s",
     "wall_seconds": "wall s",
     "wall_without_spark_seconds": "without Spark's start s",
     "copy_seconds": "copy s",
     "copy_cpu_seconds": "copy CPU s",
     "client_cpu_seconds": "client CPU s",
+    "run_cpu_seconds": "without start CPU s",
     "source_cpu_seconds": "source CPU s",
     "target_cpu_seconds": "target CPU s",
     "other_cpu_seconds": "other CPU s",
     "peak_memory_bytes": "peak MB",
+    "peak_beside_jvm_bytes": "beside the JVM MB",
 }
 
 
@@ -118,6 +132,22 @@ def write_json(result: Mapping[str, Any], path: Path) -> None:
     path.write_text(json.dumps(result, indent=2) + "\n")
 
 
+def last_words(log: Path) -> str:
+    """The last words of a contestant, on one line."""
+    return " / ".join(log.read_text(errors="replace").strip().splitlines()[-3:])
+
+
+def first_of(wrong: Sequence[str], shown: int = 3) -> str:
+    """What is wrong with a copy, for its run's reason."""
+    more = [f"and {len(wrong) - shown} more"] if len(wrong) > shown else []
+    return "; ".join([*wrong[:shown], *more])
+
+
+def say(line: str) -> None:
+    """To those who watch a benchmark run."""
+    print(line.rstrip(), file=sys.stderr, flush=True)
+
+
 def print_result(result: Mapping[str, Any], console: Console) -> None:
     for title, heading, rows in _tables(result):
         table = Table(title=title, title_justify="left")
@@ -151,20 +181,29 @@ def _tables(result: Mapping[str, Any]) -> Iterable[tuple[str, list[str], list[li
         ]
         title = f"{data_set}: {result['data_sets'][data_set]['title']}"
         yield title, ["contestant", *(COLUMNS[column] for column in columns)], rows
-    rows = [_ratio_row(name, Ratio(**fields)) for name, fields in result["ratios"].items()]
-    yield "Ratios, lower is better", ["ratio", "value", "goal", "met"], rows
+    ratios = {name: Ratio(**fields) for name, fields in result["ratios"].items()}
+    is_mixed = any(ratio.better == HIGHER for ratio in ratios.values())
+    rows = [_ratio_row(name, ratio, is_mixed=is_mixed) for name, ratio in ratios.items()]
+    title = "Ratios" if is_mixed else "Ratios, lower is better"
+    yield title, ["ratio", "value", "goal", "met"], rows
 
 
-def _ratio_row(name: str, ratio: Ratio) -> list[str]:
+def _ratio_row(name: str, ratio: Ratio, *, is_mixed: bool) -> list[str]:
     value = "" if ratio.value is None else f"{ratio.value:.2f}"
     goal = "" if ratio.goal is None else f"{ratio.goal:g}"
+    if goal and is_mixed:
+        goal = f"{'≥' if ratio.better == HIGHER else '≤'} {goal}"
     return [name, value, goal, {True: "yes", False: "no", None: ""}[ratio.met]]
 
 
 def _cell(column: str, value: float | None) -> str:
     if value is None:
         return ""
-    return f"{value / 1e6:.0f}" if column.endswith("_bytes") else f"{value:.1f}"
+    if column.endswith("_bytes"):
+        return f"{value / 1e6:.0f}"
+    if column.endswith("_per_second"):
+        return f"{value:,.0f}"
+    return f"{value:.2f}" if column.startswith("lag_") else f"{value:.1f}"
 
 
 def _failures(result: Mapping[str, Any]) -> list[str]:
@@ -184,15 +223,35 @@ def _setting(result: Mapping[str, Any]) -> str:
     machine = result["machine"]
     versions = ", ".join(f"{k} {v}" for k, v in machine["versions"].items() if v)
     sizes = "; ".join(
-        f"{name}: {facts['title']}, {facts['heap_bytes'] / 1e9:.2f} GB of rows and "
-        f"{facts['index_bytes'] / 1e9:.2f} GB of indexes"
-        for name, facts in result["data_sets"].items()
+        f"{name}: {facts['title']}{_size(facts)}" for name, facts in result["data_sets"].items()
     )
     return (
         f"{machine['cores']} cores ({machine['cpu']}), {machine['memory_bytes'] / 1e9:.0f} GB of "
         f"memory; {versions}. Median of {result['rounds']} "
-        f"{'round' if result['rounds'] == 1 else 'rounds'}. {sizes}."
+        f"{'round' if result['rounds'] == 1 else 'rounds'}. {sizes}.{_disturbance(result)}"
     )
+
+
+def _disturbance(result: Mapping[str, Any]) -> str:
+    """So that nobody trusts figures from a machine that did other things as well."""
+    runs = result.get("disturbed_runs")
+    if not runs:
+        return ""
+    return (
+        f" **In {runs} of {len(result['runs'])} runs other programs took more than a tenth of the "
+        f"machine (load average at the start: {result['machine']['load_average']:.1f}).**"
+    )
+
+
+def _size(facts: Mapping[str, Any]) -> str:
+    if "changed_rows" not in facts:
+        return (
+            f", {facts['heap_bytes'] / 1e9:.2f} GB of rows and "
+            f"{facts['index_bytes'] / 1e9:.2f} GB of indexes"
+        )
+    if not facts["changed_rows"]:
+        return ""
+    return f", {facts['changed_rows']:,} rows changed, {facts['wal_bytes'] / 1e9:.2f} GB of WAL"
 
 
 def _markdown_row(cells: Iterable[str]) -> str:

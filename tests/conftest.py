@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 
 from millrace.clone.progress import Progress
@@ -13,6 +14,10 @@ from millrace.postgres.embedded import Cluster, open_cluster
 from millrace.spark.session import Engine, default_master
 
 _numbers = itertools.count(1)
+
+# How long an example takes says more about the machine than about the code.
+hypothesis.settings.register_profile("millrace", deadline=None)
+hypothesis.settings.load_profile("millrace")
 
 
 @pytest.fixture(scope="session")

@@ -225,13 +225,14 @@ class Asked:
             log=LogSettings(self.verbose, self.quiet, self.log_json),
         )
 
-    def engine(self, slots: int | None = None) -> Engine:
+    def engine(self, slots: int | None = None, *, streams: bool = False) -> Engine:
         """Spark with a slot for each job; not started yet."""
         if slots is None:
             slots = self.table_jobs + (0 if self.skip_large_objects else self.large_objects_jobs)
             slots = max(slots, self.apply_jobs)
         master = self.master or default_master(slots)
-        return Engine(master, parse_conf(self.conf), self.directory / "spark.log")
+        log_path = self.directory / "spark.log"
+        return Engine(master, parse_conf(self.conf), log_path, streams=streams or self.follow)
 
     def _split(self) -> SplitSettings:
         return options.split_settings(

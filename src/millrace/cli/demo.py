@@ -87,7 +87,7 @@ def _migrate(
     settings = FollowSettings(source, target, directory, log=LogSettings(quiet=True))
     cloned: Future[CloneResult] = Future()
     with (
-        Engine(default_master(2 * JOBS), log_path=directory / "spark.log") as engine,
+        Engine(default_master(2 * JOBS), log_path=directory / "spark.log", streams=True) as engine,
         open_follow_display(quiet=quiet, metrics_port=None) as display,
         ThreadPoolExecutor(1) as threads,
     ):

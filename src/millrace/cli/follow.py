@@ -114,7 +114,7 @@ def _opened(asked: Asked) -> Iterator[tuple[Engine, FollowDisplay]]:
     set_endpos(asked.directory, asked.endpos)
     slots = max(asked.apply_jobs, asked.compare_jobs)
     with (
-        asked.engine(slots) as engine,
+        asked.engine(slots, streams=True) as engine,
         open_follow_display(quiet=asked.quiet, metrics_port=asked.metrics_port) as display,
     ):
         engine.start()

@@ -61,8 +61,15 @@ class Engine:
     """A Spark application that runs plain functions, one task for each call."""
 
     def __init__(
-        self, master: str, conf: Mapping[str, str] | None = None, log_path: Path | None = None
+        self,
+        master: str,
+        conf: Mapping[str, str] | None = None,
+        log_path: Path | None = None,
+        *,
+        streams: bool = False,
     ) -> None:
+        """`streams`: changes will be applied, so the workers load what that needs at once."""
+        self._streams = streams
         self.master = _with_attempts(master)
         self.is_local = self.master.startswith("local")
         self.conf = dict(conf or {})
@@ -193,7 +200,8 @@ class Engine:
             conf["spark.driver.host"] = conf["spark.driver.bindAddress"] = "127.0.0.1"
         if local:
             # Only where the workers surely have this package installed.
-            conf["spark.python.daemon.module"] = "millrace.spark.daemon"
+            name = "stream_daemon" if self._streams else "daemon"
+            conf["spark.python.daemon.module"] = f"millrace.spark.{name}"
         conf |= self.conf
         conf["spark.driver.extraJavaOptions"] = " ".join(
             [*options, self.conf.get("spark.driver.extraJavaOptions", "")]

@@ -388,26 +388,37 @@ class _Receiver:
         """The messages of transactions that end at or before the end position."""
         if self._endpos is None or self._reached:
             return messages if not self._reached else messages.slice(0, 0, 0)
-        marks = np.flatnonzero((messages.kind == _BEGIN) | (messages.kind == _COMMIT))
-        for at in marks:
-            offset = int(messages.offset[at])
-            is_begin = messages.kind[at] == _BEGIN
-            # Begin: commit_lsn at 1; Commit: end_lsn at 10.
-            place = offset + (1 if is_begin else 10)
-            lsn = int.from_bytes(frames[place : place + 8], "big")
-            if (is_begin and lsn >= self._endpos) or (not is_begin and lsn > self._endpos):
-                self._reached = True
-                begin = int(at)
-                if not is_begin:
-                    commit = offset + 2
-                    self._idle_lsn = int.from_bytes(frames[commit : commit + 8], "big")
-                    begins = np.flatnonzero(messages.kind[:begin] == _BEGIN)
-                    begin = int(begins[-1]) if len(begins) else 0
-                else:
-                    self._idle_lsn = self._endpos
-                end = int(messages.offset[begin]) - FRAME_HEADER_BYTES
-                return messages.slice(0, begin, end)
+        begins = np.flatnonzero(messages.kind == _BEGIN)
+        commits = np.flatnonzero(messages.kind == _COMMIT)
+        # Positions rise, so most often the last of each kind answers for all.
+        if not any(
+            self._is_after_end(frames, messages, int(at)) for at in (*begins[-1:], *commits[-1:])
+        ):
+            return messages
+        for at in map(int, np.sort(np.concatenate((begins, commits)))):
+            if not self._is_after_end(frames, messages, at):
+                continue
+            self._reached = True
+            begin = at
+            if messages.kind[at] == _COMMIT:
+                commit = int(messages.offset[at]) + 2
+                self._idle_lsn = int.from_bytes(frames[commit : commit + 8], "big")
+                earlier = begins[begins < at]
+                begin = int(earlier[-1]) if len(earlier) else 0
+            else:
+                self._idle_lsn = self._endpos
+            end = int(messages.offset[begin]) - FRAME_HEADER_BYTES
+            return messages.slice(0, begin, end)
         return messages
+
+    def _is_after_end(self, frames: memoryview, messages: Messages, at: int) -> bool:
+        """Whether a Begin or Commit belongs to a transaction beyond the end position."""
+        assert self._endpos is not None
+        # Begin: commit_lsn at 1; Commit: end_lsn at 10.
+        is_begin = messages.kind[at] == _BEGIN
+        place = int(messages.offset[at]) + (1 if is_begin else 10)
+        lsn = int.from_bytes(frames[place : place + 8], "big")
+        return lsn >= self._endpos if is_begin else lsn > self._endpos
 
     def _note_keepalive(self, messages: Messages) -> None:
         if messages.wal_end is None or self._reached:

@@ -148,14 +148,12 @@ def render_follow(progress: FollowProgress) -> str:
 
 def render_follow_block(progress: FollowProgress) -> Group:
     """The live view of a stream."""
-    done = progress.applied
     return Group(
         Text(render_follow(progress), style="bold"),
         Text(
-            f"  {progress.transactions:,} transactions, {done.changes:,} changes:"
-            f" {done.inserted:,} inserted, {done.updated:,} updated, {done.deleted:,} deleted"
-            + (f", {done.skipped:,} skipped" if done.skipped else "")
-            + (f", {done.overwritten:,} overwritten" if done.overwritten else "")
+            f"  {progress.transactions:,} transactions, {progress.changes:,} changes applied"
+            + (f", {progress.skipped:,} skipped" if progress.skipped else "")
+            + (f", {progress.overwritten:,} overwritten" if progress.overwritten else "")
         ),
     )
 

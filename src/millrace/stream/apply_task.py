@@ -241,6 +241,14 @@ class _Run:
         self._committed_at = batch.committed_at
         self._transactions += batch.transactions
         self._batches += 1
-        self._applied.add(applier.take())
-        if self._sentinel is not None and self._task.share.total == 1:
-            self._sentinel.write_applied(batch.end_lsn, since_1970(batch.committed_at))
+        done = applier.take()
+        self._applied.add(done)
+        if self._sentinel is not None:
+            self._tell(self._sentinel, batch, done)
+
+    def _tell(self, sentinel: Sentinel, batch: Range, done: Applied) -> None:
+        """For people who watch; of several workers' positions the driver knows the least."""
+        share = self._task.share
+        sentinel.count_applied(batch.transactions if share.number == 0 else 0, done.changes)
+        if share.total == 1:
+            sentinel.write_applied(batch.end_lsn, since_1970(batch.committed_at))

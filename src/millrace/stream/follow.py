@@ -200,7 +200,7 @@ class Watch:
         self._sentinel = sentinel
         self._catchup = catchup
         self._spool = SpoolReader(directory)
-        self._before = (time.monotonic(), 0, 0)
+        self._before = (time.monotonic(), sentinel.read().changes, 0)
         self._progress = FollowProgress()
         self._looked_at = 0.0
 
@@ -224,9 +224,11 @@ class Watch:
             lag_bytes,
             lag_seconds,
             state.apply,
-            counts.transactions,
-            counts.applied,
-            *self._rates(now, counts.applied.changes, lag_bytes),
+            state.transactions,
+            state.changes,
+            counts.applied.skipped,
+            counts.applied.overwritten,
+            *self._rates(now, state.changes, lag_bytes),
         )
         return self._progress
 

@@ -21,7 +21,6 @@ _CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 def render_metrics(progress: FollowProgress) -> str:
     """The same numbers as the live view."""
-    done = progress.applied
     gauges: list[tuple[str, str, float]] = [
         ("received_lsn_bytes", "Position received from the source.", progress.received_lsn),
         ("spooled_lsn_bytes", "Position that is on our disk.", progress.flushed_lsn),
@@ -33,12 +32,9 @@ def render_metrics(progress: FollowProgress) -> str:
     ]
     counters = [
         ("transactions_total", "Source transactions applied.", progress.transactions),
-        ("changes_total", "Row changes applied.", done.changes),
-        ("rows_inserted_total", "Rows inserted on the target.", done.inserted),
-        ("rows_updated_total", "Rows updated on the target.", done.updated),
-        ("rows_deleted_total", "Rows deleted on the target.", done.deleted),
-        ("changes_skipped_total", "Changes skipped for a conflict.", done.skipped),
-        ("rows_overwritten_total", "Rows overwritten for a conflict.", done.overwritten),
+        ("changes_total", "Row changes applied.", progress.changes),
+        ("changes_skipped_total", "Changes skipped for a conflict.", progress.skipped),
+        ("rows_overwritten_total", "Rows overwritten for a conflict.", progress.overwritten),
     ]
     lines = []
     for kind, family in (("gauge", gauges), ("counter", counters)):

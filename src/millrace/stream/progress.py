@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Protocol
 
 from millrace.clone.progress import Reporter
@@ -37,8 +37,12 @@ class FollowProgress:
     # By the source's clock: how old the last applied transaction is, 0 when all is applied.
     lag_seconds: float = 0.0
     is_applying: bool = True
+    # Applied since the stream began.
     transactions: int = 0
-    applied: Applied = field(default_factory=Applied)
+    changes: int = 0
+    # By this process, for conflicts.
+    skipped: int = 0
+    overwritten: int = 0
     changes_per_second: float = 0.0
     # At the present rates; None when it does not get nearer.
     seconds_left: float | None = None

@@ -36,7 +36,10 @@ CREATE TABLE IF NOT EXISTS sentinel (
     flushed_lsn TEXT, flushed_at REAL,
     applied_lsn TEXT, applied_at REAL,
     -- The source's clock when the last applied transaction committed.
-    applied_committed_at REAL
+    applied_committed_at REAL,
+    -- Since the stream began.
+    transactions INTEGER NOT NULL DEFAULT 0,
+    changes INTEGER NOT NULL DEFAULT 0
 );
 INSERT OR IGNORE INTO sentinel (id) VALUES (1);
 CREATE TABLE IF NOT EXISTS stream (
@@ -68,6 +71,9 @@ class SentinelState:
     applied_lsn: int | None
     applied_at: float | None
     applied_committed_at: float | None
+    # Applied since the stream began.
+    transactions: int = 0
+    changes: int = 0
 
 
 @dataclass(frozen=True)
@@ -125,6 +131,8 @@ class Sentinel:
             applied_lsn=_lsn(row["applied_lsn"]),
             applied_at=row["applied_at"],
             applied_committed_at=row["applied_committed_at"],
+            transactions=row["transactions"],
+            changes=row["changes"],
         )
 
     def set_startpos(self, lsn: int) -> None:
@@ -160,6 +168,14 @@ class Sentinel:
             render_lsn(lsn),
             time.time(),
             committed_at,
+        )
+
+    def count_applied(self, transactions: int, changes: int) -> None:
+        """So much more was applied."""
+        self._write(
+            "UPDATE sentinel SET transactions = transactions + ?, changes = changes + ?",
+            transactions,
+            changes,
         )
 
     def read_setup(self) -> StreamSetup | None:

@@ -130,6 +130,8 @@ CREATE FUNCTION shout() RETURNS trigger LANGUAGE plpgsql AS
     $$ BEGIN NEW.t := NEW.t || '!'; RETURN NEW; END $$;
 CREATE UNLOGGED TABLE quick (id int PRIMARY KEY, t text);
 INSERT INTO quick SELECT i, 'quiet' FROM generate_series(1, 1000) AS i;
+CREATE UNLOGGED SEQUENCE quick_number START 40;
+SELECT nextval('quick_number'), nextval('quick_number');
 CREATE TABLE slow (id int PRIMARY KEY);
 INSERT INTO slow SELECT generate_series(1, 1000);
 CREATE VIEW names AS SELECT t FROM quick;
@@ -211,6 +213,7 @@ def test_a_target_that_crashes_at_the_very_end_is_not_called_done(
             clone(settings, engine, reporter)
         clone(replace(settings, resume=True), engine, reporter)
     assert rows(target_db, "SELECT count(*) FROM quick") == [(1000,)]
+    assert rows(target_db, "SELECT nextval('quick_number')") == [(42,)]
 
 
 GUARDED = """

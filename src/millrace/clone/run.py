@@ -260,6 +260,8 @@ class _Run:
         ):
             if run_id not in dict(record.read_runs(target)):
                 return False
+            if not record.are_sequences_set(target, run_id):
+                return True
             found = {
                 (part.table_oid, part.part) for _, part in record.read_copied_parts(target, run_id)
             }
@@ -520,8 +522,13 @@ class _Run:
 
     def _set_sequences(self) -> None:
         failpoint.hit("sequences.begin")
-        with connect(self.settings.target, self.job.role("sequences")) as target:
+        with (
+            connect(self.settings.target, self.job.role("sequences")) as target,
+            translated("setting sequences on the target"),
+            target.transaction(),
+        ):
             set_sequences(target, self.catalog.sequences)
+            record.note_sequences(target, self.job.run_id)
         failpoint.hit("sequences.done")
 
     def _set_properties(self) -> None:
@@ -553,6 +560,8 @@ class _Run:
             ):
                 found = record.read_copied_parts(target, self.job.run_id)
                 self._refuse_loss(plan, copied, {(p.table_oid, p.part) for _, p in found})
+                if not record.are_sequences_set(target, self.job.run_id):
+                    set_sequences(target, self.catalog.sequences)
                 record.drop_records(target)
             failpoint.hit("records.dropped")
         except psycopg.Error as error:

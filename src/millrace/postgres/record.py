@@ -43,6 +43,8 @@ CREATE TABLE IF NOT EXISTS millrace.copied_part (
 -- The rows of an unlogged table do not survive a crash of the target; so must its records.
 CREATE UNLOGGED TABLE IF NOT EXISTS millrace.copied_unlogged_part
     (LIKE millrace.copied_part INCLUDING DEFAULTS INCLUDING INDEXES);
+-- So do unlogged sequences, and this.
+CREATE UNLOGGED TABLE IF NOT EXISTS millrace.sequences_set (run_id text PRIMARY KEY);
 CREATE TABLE IF NOT EXISTS millrace.done_step (
     run_id text NOT NULL REFERENCES millrace.run,
     step text NOT NULL,
@@ -90,6 +92,19 @@ def read_copied_parts(
         (run_id, after_id),
     )
     return [(row[0], CopiedPart(*row[1:])) for row in rows]
+
+
+def note_sequences(connection: Connection, run_id: str) -> None:
+    """Sequences stand where they should; in the transaction that set them."""
+    connection.execute(
+        "INSERT INTO millrace.sequences_set VALUES (%s) ON CONFLICT DO NOTHING", (run_id,)
+    )
+
+
+def are_sequences_set(connection: Connection, run_id: str) -> bool:
+    """Whether they were set, and no crash has set unlogged ones back since."""
+    row = connection.execute("SELECT FROM millrace.sequences_set WHERE run_id = %s", (run_id,))
+    return row.fetchone() is not None
 
 
 def read_runs(connection: Connection) -> list[tuple[str, str]]:

@@ -143,8 +143,8 @@ class Applier:
             )
 
     def _update_rows(self, plan: TablePlan, staged: StagedRows, update: Callable[[], int]) -> int:
-        must_lift = staged.is_key_changed and any(c.target.is_identity_always for c in plan.key)
-        if must_lift:
+        moved = plan.count_new_identities(staged.unchanged)
+        if moved is not None and self._numbers(moved)[0]:
             return self._lift(plan, staged)
         if not plan.can_trade_values and not staged.is_key_changed:
             return update()

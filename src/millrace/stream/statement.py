@@ -113,6 +113,25 @@ class TablePlan:
             f"UPDATE {self._only} AS t SET {sets} FROM {self._source('u')} WHERE {self._match('u')}"
         )
 
+    def count_new_identities(self, unchanged: frozenset[int]) -> str | None:
+        """How many rows get another value in a column that UPDATE may not set; None if the table
+        has no such column."""
+        always = [
+            column
+            for column in self.columns
+            if column.target.is_identity_always and column.place not in unchanged
+        ]
+        if not always:
+            return None
+        differs = " OR ".join(
+            f"t.{ident(column.target.name)} IS DISTINCT FROM s.{self._value(column)}"
+            for column in always
+        )
+        return (
+            f"SELECT count(*) FROM {self._only} AS t, {self._source('u')}"
+            f" WHERE {self._match('u')} AND ({differs})"
+        )
+
     def missing(self, kind: str) -> str:
         """Numbers of stage rows that no row of the table answers to; keys only."""
         return (

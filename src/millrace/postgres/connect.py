@@ -198,7 +198,7 @@ def cancel_sessions(dsn: Dsn, pattern: str) -> int:
                 " AS ended (pid, backend_start) USING (pid, backend_start)",
                 (pids, starts),
             )
-            if not found.fetchone():
+            if found.fetchone() is None:  # a row without columns is an empty tuple
                 break
             time.sleep(0.02)
     return len(pids)

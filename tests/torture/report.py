@@ -1,4 +1,5 @@
-"""`python -m tests.torture.report`: the figures of the last campaign, into docs/reliability.md.
+"""`python -m tests.torture.report [FILE ...]`: the figures of campaigns, by default of the last,
+into docs/reliability.md.
 
 Invariant: what stands between the marks in the page comes from a run's JSON and from nowhere else.
 """
@@ -50,8 +51,8 @@ def put(page: str, figures: str) -> str:
 
 
 def main() -> None:
-    path = Path(sys.argv[1]) if len(sys.argv) > 1 else FIGURES
-    text = render(json.loads(path.read_text()))
+    paths = [Path(name) for name in sys.argv[1:]] or [FIGURES]
+    text = "\n".join(render(json.loads(path.read_text())) for path in paths)
     PAGE.write_text(put(PAGE.read_text(encoding="utf-8"), text), encoding="utf-8")
     sys.stdout.write(text)
 

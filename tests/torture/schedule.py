@@ -93,10 +93,16 @@ _KINDS = st.sampled_from(Kind)
 
 
 def _interruptions(moments: st.SearchStrategy[Moment]) -> st.SearchStrategy[Interruption]:
-    return st.builds(Interruption, _KINDS, moments, st.booleans()).filter(
-        # The run is over: a crash empties unlogged tables, as it would any other day.
-        lambda one: (one.kind, one.moment) != (Kind.RESTART_TARGET, at("records.dropped"))
-    )
+    return st.builds(Interruption, _KINDS, moments, st.booleans()).filter(_can_happen)
+
+
+def _can_happen(one: Interruption) -> bool:
+    if one.kind is Kind.RESTART_TARGET:
+        # Then the run is over: a crash empties unlogged tables, as it would any other day.
+        return one.moment != at("records.dropped")
+    # Spark may not be there yet, or no longer.
+    has_victim = one.moment.failpoint not in BEFORE + AFTER
+    return has_victim or one.kind not in (Kind.KILL_JVM, Kind.KILL_WORKER, Kind.KILL_DAEMON)
 
 
 def schedules(*, least: int = 2, most: int = 6) -> st.SearchStrategy[Schedule]:

@@ -24,6 +24,7 @@ from millrace.snapshot.holder import hold
 from millrace.spark.session import Engine
 from millrace.stream.begin import open_slot_snapshot
 from millrace.stream.metrics import serve_metrics
+from millrace.stream.position import drop_position, setup_position
 from millrace.stream.sentinel import Sentinel
 from millrace.stream.settings import SlotSettings
 
@@ -203,3 +204,27 @@ def test_metrics_are_served() -> None:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
             text = answer.read().decode()
     assert "\nmillrace_transactions_total 7\n" in text
+
+
+def test_another_number_of_workers_is_refused(followed: Followed) -> None:
+    lsn_of(followed.source, 'INSERT INTO "Loose one" VALUES (1, NULL, NULL)')
+    followed.follow()
+    with pytest.raises(WorkDirError, match="begun with --apply-jobs 1, not 2"):
+        followed.follow(apply_jobs=2)
+    followed.assert_equal()
+
+
+def test_the_position_of_another_stream_of_the_same_slot_name_is_not_ours(
+    followed: Followed,
+) -> None:
+    with psycopg.connect(followed.target, autocommit=True) as connection:
+        # As another source, or an earlier migration, may have left it on this server.
+        for name in (followed.slot, f"{followed.slot}_00000000_1"):
+            setup_position(connection, name, 1 << 60)
+        try:
+            lsn_of(followed.source, "INSERT INTO seat VALUES (77, 77)")
+            followed.follow()
+            followed.assert_equal()
+        finally:
+            for name in (followed.slot, f"{followed.slot}_00000000_1"):
+                drop_position(connection, name)

@@ -69,7 +69,7 @@ def setup(
     """
     from millrace.snapshot.holder import read_held
     from millrace.stream.begin import published
-    from millrace.stream.position import setup_position
+    from millrace.stream.position import setup_position, stream_name
     from millrace.stream.slot import DEFAULT_SLOT, CreatedSlot, create_stream
 
     setup_logging(verbose=verbose, quiet=quiet)
@@ -97,7 +97,8 @@ def setup(
             sentinel.set_startpos(created.start_lsn)
     if target:
         with connect(resolve(options.parse_dsn(target, "target")), "setup") as connection:
-            setup_position(connection, slot, found.start_lsn)
+            name = stream_name(found.source, slot, found.start_lsn)
+            setup_position(connection, name, found.start_lsn)
     start = render_lsn(found.start_lsn)
     if as_json:
         print(json.dumps(asdict(found) | {"start_lsn": start, "warnings": created.warnings}))
@@ -186,7 +187,8 @@ def cleanup(
 
     setup_logging(verbose=verbose, quiet=quiet)
     dsn = resolve(options.parse_dsn(source, "source"))
-    slot = slot_name or _slot_of(directory) or DEFAULT_SLOT
+    found = _setup_of(directory)
+    slot = slot_name or (found.slot_name if found else DEFAULT_SLOT)
     other = (
         connect(resolve(options.parse_dsn(target, "target")), "cleanup")
         if target
@@ -198,8 +200,10 @@ def cleanup(
             left = read_leftovers(connection, target_connection, prefix).to_dict()
             _print_leftovers(left, as_json=as_json)
             return
-        removed = run_cleanup(connection, target_connection, slot)
-    if _slot_of(directory) == slot:
+        is_ours = found is not None and found.slot_name == slot
+        identity = found.source if found and is_ours else dsn.identity()
+        removed = run_cleanup(connection, target_connection, slot, identity)
+    if is_ours:
         removed += _remove_files(directory)
     if as_json:
         print(json.dumps({"removed": removed}))
@@ -221,7 +225,7 @@ def prune(
     A running `follow` does that by itself. What is applied is known from the work directory, or
     asked from the target if --target is given.
     """
-    from millrace.stream.position import read_position
+    from millrace.stream.position import read_worker_positions, stream_name
     from millrace.stream.spool import prunable_bytes
     from millrace.stream.spool import prune as run_prune
 
@@ -231,7 +235,8 @@ def prune(
         applied = sentinel.read().applied_lsn
     if target:
         with connect(resolve(options.parse_dsn(target, "target")), "prune") as connection:
-            applied = read_position(connection, found.slot_name)
+            stream = stream_name(found.source, found.slot_name, found.start_lsn)
+            applied = min(read_worker_positions(connection, stream).values(), default=None)
     size = 0
     if applied is not None:
         size = prunable_bytes(directory, applied) if dry_run else run_prune(directory, applied)
@@ -342,12 +347,11 @@ def _require_setup(sentinel: Sentinel, directory: Path) -> StreamSetup:
     return found
 
 
-def _slot_of(directory: Path) -> str | None:
+def _setup_of(directory: Path) -> StreamSetup | None:
     if not (directory / FILE).exists():
         return None
     with Sentinel(directory) as sentinel:
-        found = sentinel.read_setup()
-    return found.slot_name if found else None
+        return sentinel.read_setup()
 
 
 def _remove_files(directory: Path) -> list[str]:

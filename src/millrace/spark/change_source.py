@@ -6,8 +6,8 @@ whenever and wherever they are read; an offset whose changes were pruned is an e
     from millrace.spark.change_source import register
 
     register(spark)
-    spark.read.format("millrace.changes").option("dir", "/work").load()
-    spark.readStream.format("millrace.changes").option("dir", "/work").load()
+    spark.read.format("millrace.changes").option("dir", "./shop-move").load()
+    spark.readStream.format("millrace.changes").option("dir", "./shop-move").load()
 
 The options are in `ChangeOptions`; the columns are those of `millrace.change`. Each partition is a
 range of the spool with its changes in commit order, and partitions are in the same order. The work

@@ -65,7 +65,7 @@ def open_slot_snapshot(
         try:
             yield held
         except BaseException:
-            _drop(directory, source, target, slot.name)
+            _drop(directory, source, target, slot.name, source.identity())
             raise
 
 
@@ -75,7 +75,7 @@ def forget_stream(directory: Path, source: Dsn, target: Dsn) -> None:
         with Sentinel(directory) as sentinel:
             setup = sentinel.read_setup()
         if setup is not None:
-            _drop(directory, source, target, setup.slot_name)
+            _drop(directory, source, target, setup.slot_name, setup.source)
 
 
 def published(source: Dsn, rules: FilterRules) -> set[int] | None:
@@ -141,11 +141,11 @@ def _write_setup(directory: Path, held: Held, target: Dsn) -> None:
         sentinel.write_setup(setup)
 
 
-def _drop(directory: Path, source: Dsn, target: Dsn, slot: str) -> None:
+def _drop(directory: Path, source: Dsn, target: Dsn, slot: str, identity: str) -> None:
     log.warning("dropping replication slot %s: what was copied with it is not whole", slot)
     try:
         with connect(source, "cleanup") as here, connect(target, "cleanup") as there:
-            cleanup(here, there, slot)
+            cleanup(here, there, slot, identity)
     except MillraceError as error:
         log.error("%s; remove it with: millrace stream cleanup", error)
         return

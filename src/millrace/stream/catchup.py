@@ -18,10 +18,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from millrace.clone.engine import Engine
+from millrace.errors import WorkDirError
 from millrace.lsn import render_lsn
 from millrace.postgres.connect import connect
 from millrace.stream.apply_task import ApplyOutcome, ApplyTask, apply_spool, since_1970
-from millrace.stream.position import read_position, setup_position
+from millrace.stream.position import (
+    read_position,
+    read_worker_positions,
+    setup_position,
+    worker_name,
+)
 from millrace.stream.progress import Applied
 from millrace.stream.sentinel import Sentinel
 from millrace.stream.work import Share
@@ -59,6 +65,7 @@ class Catchup:
         prunes: Callable[[int], None] | None = None,
     ) -> None:
         self._engine = engine
+        self._stream = task.stream
         self._sentinel = sentinel
         self._prunes = prunes
         self._pruned_at = time.monotonic()
@@ -67,7 +74,7 @@ class Catchup:
         self.is_whole = threading.Event()
         self._lock = threading.Lock()
         self._tasks = [
-            replace(task, stream=stream_name(task.stream, number, jobs), share=Share(number, jobs))
+            replace(task, stream=worker_name(task.stream, number, jobs), share=Share(number, jobs))
             for number in range(jobs)
         ]
         self._spool = task.open_spool()
@@ -77,12 +84,22 @@ class Catchup:
     def setup(self, start_lsn: int) -> int:
         """Make the positions on the target, or find them; the least of them."""
         with connect(self._tasks[0].target, "setup") as target:
+            self._refuse_other_number(read_worker_positions(target, self._stream))
             for number, task in enumerate(self._tasks):
                 kind = setup_position(target, task.stream, start_lsn)
                 self._tasks[number] = replace(task, position_kind=kind)
                 self.positions[number] = read_position(target, task.stream) or start_lsn
         self._sentinel.write_applied(self.position)
         return self.position
+
+    def _refuse_other_number(self, found: dict[str, int]) -> None:
+        """Other workers would begin at the beginning, and apply everything again."""
+        others = found.keys() - {task.stream for task in self._tasks}
+        if others:
+            raise WorkDirError(
+                f"this stream was begun with --apply-jobs {len(others)}, not {len(self._tasks)}",
+                hint=f"give --apply-jobs {len(others)}: a stream keeps the number it began with",
+            )
 
     @property
     def position(self) -> int:
@@ -146,8 +163,3 @@ class Catchup:
             if self._prunes and time.monotonic() - self._pruned_at > PRUNE_SECONDS:
                 self._prunes(self.position)
                 self._pruned_at = time.monotonic()
-
-
-def stream_name(slot: str, number: int, jobs: int) -> str:
-    """The name of a worker's position on the target."""
-    return f"{slot}" if jobs == 1 else f"{slot}_{jobs}_{number}"

@@ -20,6 +20,7 @@ from millrace.postgres.connect import APPLICATION, cancel_sessions
 from millrace.postgres.encoding import python_encoding
 from millrace.stream.apply_task import ApplyTask
 from millrace.stream.catchup import Catchup
+from millrace.stream.position import stream_name
 from millrace.stream.progress import FollowProgress, FollowReporter, FollowResult
 from millrace.stream.receive import Received, ReceiveSettings
 from millrace.stream.receiver import Receiver
@@ -65,7 +66,7 @@ def open_catchup(
     encoding = python_encoding(setup.encoding)
     task = ApplyTask(
         settings.target,
-        setup.slot_name,
+        stream_name(setup.source, setup.slot_name, setup.start_lsn),
         "",
         partial(SpoolReader, settings.directory, encoding),
         setup.encoding,

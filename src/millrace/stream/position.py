@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 import time
+import zlib
 from typing import Any, Protocol
 
 import psycopg
@@ -43,6 +44,25 @@ _NOT_ALLOWED = ("42501",)
 _IN_USE = "55006"
 # How long an older session of ours may take to end.
 TAKE_OVER_SECONDS = 30.0
+
+
+def stream_prefix(source: str, slot: str) -> str:
+    """What the names of all positions of this slot begin with; `source` is its identity."""
+    return f"{slot}_{zlib.crc32(source.encode()):08x}_"
+
+
+def stream_name(source: str, slot: str, start_lsn: int) -> str:
+    """The name of a stream's position.
+
+    Origins belong to the whole target server. The stream of another source, or an earlier one of
+    this slot, must not be taken for this one: its position would skip changes, or repeat them.
+    """
+    return f"{stream_prefix(source, slot)}{start_lsn:X}"
+
+
+def worker_name(stream: str, number: int, jobs: int) -> str:
+    """The name of one worker's position."""
+    return stream if jobs == 1 else f"{stream}_{jobs}_{number}"
 
 
 class Position(Protocol):
@@ -169,6 +189,28 @@ def read_position(connection: Connection, name: str) -> int | None:
             f"SELECT lsn::text FROM {TABLE} WHERE stream = %s", (name,)
         ).fetchone()
     return parse_lsn(row[0]) if row else None
+
+
+def read_positions(connection: Connection, prefix: str) -> dict[str, int]:
+    """The positions on the target whose names begin so."""
+    with translated("reading the positions on the target"):
+        rows = connection.execute(
+            "SELECT roname::text FROM pg_replication_origin WHERE starts_with(roname, %s)",
+            (prefix,),
+        ).fetchall()
+        found = connection.execute("SELECT to_regclass(%s) IS NOT NULL", (TABLE,)).fetchone()
+        if found and found[0]:
+            rows += connection.execute(
+                f"SELECT stream FROM {TABLE} WHERE starts_with(stream, %s)", (prefix,)
+            ).fetchall()
+    return {name: read_position(connection, name) or 0 for (name,) in rows}
+
+
+def read_worker_positions(connection: Connection, stream: str) -> dict[str, int]:
+    """The positions of all workers of a stream."""
+    own = re.compile(re.escape(stream) + r"(_\d+_\d+)?")
+    found = read_positions(connection, stream)
+    return {name: lsn for name, lsn in found.items() if own.fullmatch(name)}
 
 
 def drop_position(connection: Connection, name: str) -> bool:

@@ -5,7 +5,6 @@ Invariant: publications are made before the slot, and a slot is dropped only whi
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -18,7 +17,7 @@ from millrace.lsn import parse_lsn, render_lsn
 from millrace.postgres.connect import connect, translated
 from millrace.postgres.slot import slot_lost
 from millrace.snapshot.holder import create_slot
-from millrace.stream.position import drop_position
+from millrace.stream.position import drop_position, read_positions, stream_prefix
 from millrace.stream.publication import (
     create_publications,
     drop_publications,
@@ -189,19 +188,20 @@ def read_leftovers(
     return Leftovers(tuple(slots), tuple(publications), tuple(origins))
 
 
-def cleanup(source: Connection, target: Connection | None, slot: str) -> list[str]:
-    """Remove a stream from both servers: the slot, its publications, its position."""
+def cleanup(
+    source: Connection, target: Connection | None, slot: str, identity: str = ""
+) -> list[str]:
+    """Remove a stream from both servers: the slot, its publications, its positions; `identity` is
+    the source's, as the stream was set up for."""
     removed = []
     if drop_slot(source, slot):
         removed.append(f"replication slot {slot}")
     removed += [f"publication {name}" for name in drop_publications(source, slot)]
     if target is not None:
-        # Several appliers have an origin each: the slot's name and a number.
-        numbered = re.compile(re.escape(slot) + r"(\W|_)?\d+")
-        origins = [name for name, _ in read_leftovers(source, target, slot).origins]
-        for name in (slot, *filter(numbered.fullmatch, origins)):
+        for name in sorted(read_positions(target, stream_prefix(identity, slot))):
             if drop_position(target, name):
                 removed.append(f"position {name} on the target")
+        origins = [name for name, _ in read_leftovers(source, target, slot).origins]
         # Numba comes with it: not for those who never had such a spool.
         from millrace.stream.table_spool import origin_name, uninstall
 

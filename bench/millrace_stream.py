@@ -97,7 +97,7 @@ def main() -> None:
         with Sentinel(folder) as sentinel:
             sentinel.set_endpos(parse_lsn(endpos))
     run = {"follow": run_follow, "apply": run_apply}[mode]
-    with Engine(default_master(2), {}, folder / "spark.log") as engine:
+    with Engine(default_master(2), {}, folder / "spark.log", streams=True) as engine:
         figures = run(settings, engine)
     Path(result).write_text(json.dumps(figures))
 

@@ -67,7 +67,7 @@ SYNC_LOOK_SECONDS = 0.002
 # once; what was read is looked at when there is enough of it, when nothing more comes for a moment,
 # or after so long.
 GATHER_BYTES = 256 * 1024
-GATHER_PAUSE_SECONDS = 0.001
+GATHER_PAUSE_SECONDS = 0.0004
 GATHER_SECONDS = 0.01
 # An idle source's position is written down this often; asking for a reply does it at once.
 IDLE_SECONDS = 10.0
@@ -222,6 +222,7 @@ class _Receiver:
 
     def run(self) -> Received:
         """Connect, stream, and connect again after what can go away."""
+        self._buffer.scan(any_kind=False)  # loads machine code, before the source waits for it
         while not self._stop.is_set():
             self._read_control()
             if self._is_done():
@@ -329,8 +330,9 @@ class _Receiver:
             return 0
         until = time.monotonic() + GATHER_SECONDS
         while self._buffer.filled < GATHER_BYTES and time.monotonic() < until:
+            time.sleep(GATHER_PAUSE_SECONDS)
             more = stream.read(self._buffer)
-            if not more and not stream.wait(GATHER_PAUSE_SECONDS):
+            if not more:
                 break
             received += more
         return received

@@ -37,6 +37,11 @@ _ROWS = """
            repeat('x', 40)
       FROM generate_series({first}, {last}) AS i
 """
+# For pgbench: one transaction of LAG_BULK, on a table that `_start_growing` made.
+BULK_SCRIPT = f"""\
+SELECT nextval('first_id') AS first \\gset
+INSERT INTO account {" ".join(_ROWS.format(first=":first", last=":first + 999").split())};
+"""
 _MARKS = (
     "CREATE SCHEMA bench",
     "CREATE TABLE bench.mark (id int PRIMARY KEY)",
@@ -128,6 +133,11 @@ def _empty(place: Place, rows: int) -> None:
     place.connection.execute(_ACCOUNT.encode())
 
 
+def _start_growing(place: Place, rows: int) -> None:
+    _empty(place, rows)
+    place.connection.execute("CREATE SEQUENCE first_id INCREMENT BY 1000")
+
+
 def _filled(place: Place, rows: int) -> None:
     _empty(place, rows)
     statement = f"INSERT INTO account {_ROWS.format(first=1, last=rows)}"
@@ -191,4 +201,17 @@ FEW = Load(
     lambda place, rows: _filled(place, FEW_KEYS),
     _update_few,
 )
-LAG = Load("lag", "pgbench at half of the rate of catching up", 0, _start_pgbench, _nothing)
+LAG_BULK = Load(
+    "lag bulk",
+    "transactions of 1,000 inserted rows, at half of the rate of catching up with such",
+    0,
+    _start_growing,
+    _nothing,
+)
+LAG_OLTP = Load(
+    "lag oltp",
+    "pgbench, 2 clients, at half of the rate that they reach",
+    0,
+    _start_pgbench,
+    _nothing,
+)

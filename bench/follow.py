@@ -33,7 +33,7 @@ from bench.clone import Options
 from bench.contestants import JDBC_JAR, environment
 from bench.data import differences, fingerprint
 from bench.followers import Course, Follower
-from bench.lag import half_load_tps, measure_lag
+from bench.lag import Pace, measure_lag
 from bench.machine import machine_facts
 from bench.measure import Usage, postmaster_pid, run_measured
 from bench.report import (
@@ -76,6 +76,7 @@ QUICK_SCALE = 0.3
 WARM_UP_SCALE = 0.02
 # For the lag of others, when Millrace itself could not catch up.
 FALLBACK_ROWS_PER_SECOND = 20_000.0
+LAGS = (changes.LAG_BULK, changes.LAG_OLTP)
 LAG_SECONDS, QUICK_LAG_SECONDS = 20.0, 10.0
 
 FIELD: tuple[tuple[Load, tuple[Follower, ...]], ...] = (
@@ -154,13 +155,15 @@ def run(options: Options) -> dict[str, Any]:
             for number in range(rounds):
                 order = field[number % len(field) :] + field[: number % len(field)]
                 runs += [arena.run(contestant, number + 1) for contestant in order]
-        caught_up = median(runs, changes.OLTP.name, _OURS, "rows_per_second")
-        tps = half_load_tps(caught_up or FALLBACK_ROWS_PER_SECOND)
         seconds = QUICK_LAG_SECONDS if options.quick else LAG_SECONDS
-        made[changes.LAG.name] = arena.load(changes.LAG, scale)
-        for number in range(rounds):
-            order = LAG_FIELD[number % 2 :] + LAG_FIELD[: number % 2]
-            runs += [arena.run_lag(contestant, number + 1, tps, seconds) for contestant in order]
+        caught_up = median(runs, changes.BULK.name, _OURS, "rows_per_second")
+        written = made[changes.OLTP.name]["changed_rows"] / made[changes.OLTP.name]["seconds"]
+        for load, whole in zip(LAGS, (caught_up or FALLBACK_ROWS_PER_SECOND, written), strict=True):
+            made[load.name] = arena.load(load, scale)
+            pace = Pace(load, whole / 2, seconds)
+            for number in range(rounds):
+                order = LAG_FIELD[number % 2 :] + LAG_FIELD[: number % 2]
+                runs += [arena.run_lag(contestant, number + 1, pace) for contestant in order]
     return assemble(
         "follow",
         runs,
@@ -181,7 +184,8 @@ def run(options: Options) -> dict[str, Any]:
 
 def ratios(runs: Sequence[Run]) -> dict[str, Ratio]:
     found = {comparison.name: comparison.ratio(runs) for comparison in COMPARISONS}
-    found |= lag_ratios(runs)
+    for load in LAGS:
+        found |= lag_ratios(runs, load)
     peaks = [
         r.figures["peak_beside_jvm_bytes"]
         for r in runs
@@ -195,24 +199,29 @@ def ratios(runs: Sequence[Run]) -> dict[str, Ratio]:
     return found
 
 
-def lag_ratios(runs: Sequence[Run]) -> dict[str, Ratio]:
+def lag_ratios(runs: Sequence[Run], load: Load) -> dict[str, Ratio]:
     """A lag under less than the wanted load is shown, but held against no goal."""
 
     def ratio(figure: str, goal: float | None, better: str) -> Ratio:
-        value = median(runs, changes.LAG.name, _OURS, figure)
+        value = median(runs, load.name, _OURS, figure)
         return Ratio(value, goal, better, "" if value is not None else f"no {figure} of {_OURS}")
 
     share = ratio("load_share", LOAD_SHARE_GOAL, HIGHER)
     goals = LAG_GOALS if share.met else dict.fromkeys(LAG_GOALS)
+    name = load.name.replace(" ", "_")
     return {
-        "lag_load_share": share,
-        **{figure: ratio(figure, goal, LOWER) for figure, goal in goals.items()},
+        f"{name}_load_share": share,
+        **{
+            figure.replace("lag", name): ratio(figure, goal, LOWER)
+            for figure, goal in goals.items()
+        },
     }
 
 
 def disturbed(runs: Sequence[Run]) -> int:
     """How many runs had to share the machine. In those of the lag, the writers are the others."""
-    shares = [r.figures.get("other_cpu_share", 0.0) for r in runs if r.data_set != changes.LAG.name]
+    lags = {load.name for load in LAGS}
+    shares = [r.figures.get("other_cpu_share", 0.0) for r in runs if r.data_set not in lags]
     return sum(share > DISTURBED_SHARE for share in shares)
 
 
@@ -265,12 +274,12 @@ class Arena:
             figures = _figures(usage) | watch.seen.figures() | who.own_figures(course.work_dir)
             return self._judge(contestant, number, course, usage, figures)
 
-    def run_lag(self, contestant: Follower, number: int, tps: float, seconds: float) -> Run:
+    def run_lag(self, contestant: Follower, number: int, pace: Pace) -> Run:
         """Let the contestant follow while others write."""
         with self._open_course(contestant) as opened, ThreadPoolExecutor(1) as pool:
             self._mark += 2
             course = replace(opened, endpos=who.NO_END, mark=self._mark)
-            writing = pool.submit(self._write_steadily, course, tps, seconds)
+            writing = pool.submit(self._write_steadily, course, pace)
             usage = self._measure(contestant, course)
             if error := writing.exception():
                 reason = f"{type(error).__name__}: {error}"
@@ -279,7 +288,7 @@ class Arena:
             figures = _figures(usage) | writing.result()
             return self._judge(contestant, number, course, usage, figures)
 
-    def _write_steadily(self, course: Course, tps: float, seconds: float) -> dict[str, float]:
+    def _write_steadily(self, course: Course, pace: Pace) -> dict[str, float]:
         """Begin when the contestant is up with everything before; tell it where the end is."""
         with (
             psycopg.connect(course.source, autocommit=True) as source,
@@ -289,7 +298,7 @@ class Arena:
             try:
                 changes.wait_for_mark(target, course.mark - 1, course.seconds)
                 place = Place(course.bindir, course.source, source)
-                steady = measure_lag(place, course.target, tps, seconds)
+                steady = measure_lag(place, course.target, pace, course.work_dir)
             finally:
                 endpos = changes.write_mark(source, course.mark)
                 with Sentinel(course.directory) as sentinel:

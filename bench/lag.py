@@ -1,6 +1,7 @@
 """How long a transaction takes to be seen on the target while others keep coming.
 
-pgbench writes at a steady rate. Beside it a beat is committed every 25 ms, and the target is asked
+pgbench writes at a steady rate: half of what can be followed, or half of what it reaches itself.
+Beside it a beat is committed every 25 ms, and the target is asked
 every 20 ms for the last beat it has. A beat's lag is the time from the reply to its COMMIT until
 it is seen, by one clock, so half of the 20 ms is the measuring's own.
 """
@@ -11,10 +12,19 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import psycopg
 
-from bench.changes import ROWS_PER_PGBENCH, Place, run_pgbench
+from bench.changes import (
+    BULK_SCRIPT,
+    LAG_BULK,
+    ROWS_PER_PGBENCH,
+    ROWS_PER_TRANSACTION,
+    Load,
+    Place,
+    run_pgbench,
+)
 
 BEAT_SECONDS = 0.025
 LOOK_SECONDS = 0.02
@@ -23,30 +33,42 @@ PATIENCE_SECONDS = 120.0
 
 
 @dataclass(frozen=True)
+class Pace:
+    """How fast to write which kind of transaction, and for how long."""
+
+    load: Load
+    rows_per_second: float
+    seconds: float
+
+    @property
+    def rows_per_transaction(self) -> int:
+        return ROWS_PER_TRANSACTION if self.load is LAG_BULK else ROWS_PER_PGBENCH
+
+    @property
+    def tps(self) -> float:
+        return self.rows_per_second / self.rows_per_transaction
+
+
+@dataclass(frozen=True)
 class Steady:
     """What was asked of the writers, what they reached, and the lag of each beat."""
 
-    asked_tps: float
+    pace: Pace
     reached_tps: float
     lags: Sequence[float]
 
     def figures(self) -> dict[str, float]:
         return {
-            "asked_tps": self.asked_tps,
+            "asked_tps": self.pace.tps,
             "reached_tps": self.reached_tps,
-            "load_rows_per_second": self.reached_tps * ROWS_PER_PGBENCH,
+            "load_rows_per_second": self.reached_tps * self.pace.rows_per_transaction,
             # Below 1 the writers were held up, and the lag is that of a smaller load.
-            "load_share": self.reached_tps / self.asked_tps,
+            "load_share": self.reached_tps / self.pace.tps,
             "beats": len(self.lags),
             "lag_p50_seconds": percentile(self.lags, 0.50),
             "lag_p99_seconds": percentile(self.lags, 0.99),
             "lag_max_seconds": max(self.lags),
         }
-
-
-def half_load_tps(catch_up_rows_per_second: float) -> float:
-    """Whether the writers reach it is another question: see `load_share`."""
-    return catch_up_rows_per_second / ROWS_PER_PGBENCH / 2
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -67,11 +89,16 @@ def lags_of(committed_at: Mapping[int, float], looks: Sequence[tuple[float, int]
     return lags
 
 
-def measure_lag(place: Place, target: str, tps: float, seconds: float) -> Steady:
-    """Write for so long; ends when the target has the last beat."""
+def measure_lag(place: Place, target: str, pace: Pace, work_dir: Path) -> Steady:
+    """Write at that pace; ends when the target has the last beat."""
+    options = ["-M", "prepared", "-R", f"{pace.tps:.1f}", "-T", f"{pace.seconds:.0f}"]
+    if pace.load is LAG_BULK:
+        script = work_dir / "bulk.sql"
+        script.write_text(BULK_SCRIPT)
+        options += ["-f", str(script)]
     with _Beats(place.uri, target) as beats:
-        reached = run_pgbench(place, "-M", "prepared", "-R", f"{tps:.1f}", "-T", f"{seconds:.0f}")
-    return Steady(tps, reached, beats.lags())
+        reached = run_pgbench(place, *options)
+    return Steady(pace, reached, beats.lags())
 
 
 class _Beats:

@@ -9,8 +9,8 @@ import pytest
 from bench import changes
 from bench import followers as who
 from bench.changes import BULK, OLTP, parse_tps, scaled_rows, transaction_ranges
-from bench.follow import COMPARISONS, FIELD, LAG_GOALS, disturbed, rate, ratios
-from bench.lag import Steady, half_load_tps, lags_of, percentile
+from bench.follow import COMPARISONS, FIELD, LAGS, disturbed, rate, ratios
+from bench.lag import Pace, Steady, lags_of, percentile
 from bench.report import HIGHER, RIGHT, WRONG, Run
 from bench.watch import Seen
 
@@ -43,11 +43,10 @@ def test_higher_rate_is_the_better_one() -> None:
 
 def test_lag_is_that_of_millrace_and_lower_is_better() -> None:
     figures = {"load_share": 1.0, "lag_p50_seconds": 0.4, "lag_p99_seconds": 3.5}
-    found = ratios([run("lag", "millrace", **figures)])
-    assert {name: found[name].met for name in LAG_GOALS} == {
-        "lag_p50_seconds": True,
-        "lag_p99_seconds": False,
-    }
+    found = ratios([run("lag oltp", "millrace", **figures)])
+    assert found["lag_oltp_p50_seconds"].met is True
+    assert found["lag_oltp_p99_seconds"].met is False
+    assert found["lag_bulk_p50_seconds"].value is None
 
 
 def test_memory_is_the_highest_of_all_our_right_runs() -> None:
@@ -120,29 +119,30 @@ def test_percentiles_of_few_values_are_among_them() -> None:
 
 
 def test_load_is_told_in_rows() -> None:
-    figures = Steady(500.0, 450.0, [0.25, 0.5]).figures()
+    figures = Steady(Pace(changes.LAG_OLTP, 2_000.0, 1.0), 450.0, [0.25, 0.5]).figures()
+    assert figures["asked_tps"] == 500.0
     assert figures["load_rows_per_second"] == 1800.0
     assert figures["lag_max_seconds"] == 0.5
 
 
-def test_half_load_is_half_of_the_rows() -> None:
-    assert half_load_tps(40_000.0) == 5_000.0
+def test_bulk_load_has_a_thousand_rows_in_each_transaction() -> None:
+    assert Pace(changes.LAG_BULK, 40_000.0, 1.0).tps == 40.0
 
 
 def test_lag_under_a_smaller_load_meets_no_goal() -> None:
-    figures = Steady(1_000.0, 600.0, [0.25]).figures()
-    found = ratios([run("lag", "millrace", **figures)])
-    assert found["lag_load_share"].value == 0.6
-    assert found["lag_load_share"].met is False
-    assert found["lag_p50_seconds"].value == 0.25
-    assert found["lag_p50_seconds"].met is None
+    figures = Steady(Pace(changes.LAG_BULK, 1e6, 1.0), 600.0, [0.25]).figures()
+    found = ratios([run("lag bulk", "millrace", **figures)])
+    assert found["lag_bulk_load_share"].value == 0.6
+    assert found["lag_bulk_load_share"].met is False
+    assert found["lag_bulk_p50_seconds"].value == 0.25
+    assert found["lag_bulk_p50_seconds"].met is None
 
 
 def test_runs_on_a_busy_machine_are_counted() -> None:
     busy = run("bulk", "millrace", other_cpu_share=0.4)
     quiet = run("bulk", "millrace", other_cpu_share=0.02)
     assert disturbed([busy, quiet, busy]) == 2
-    assert disturbed([run("lag", "millrace", other_cpu_share=0.4)]) == 0
+    assert disturbed([run("lag oltp", "millrace", other_cpu_share=0.4)]) == 0
 
 
 def test_loads_are_whole_transactions() -> None:
@@ -176,6 +176,6 @@ def test_own_figures_of_a_contestant_that_wrote_none_are_empty(tmp_path: Path) -
 
 
 def test_loads_have_names_of_their_own() -> None:
-    names = [load.name for load, _ in FIELD] + [changes.LAG.name]
+    names = [load.name for load, _ in FIELD] + [load.name for load in LAGS]
     assert len(set(names)) == len(names)
     assert OLTP.name in names

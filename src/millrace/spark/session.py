@@ -168,7 +168,7 @@ class Engine:
             self._thread.join()
         if self._context is not None and self._failure is None and not self._jvm_is_gone():
             try:
-                self._context.stop()
+                _stop_context(self._context)
             except Exception as error:
                 if not _is_out_of_reach(error):
                     raise
@@ -310,6 +310,13 @@ def _package_zip(directory: Path) -> Path:
             if file.is_file() and "__pycache__" not in file.parts:
                 archive.write(file, file.relative_to(root.parent))
     return path
+
+
+def _stop_context(context: SparkContext) -> None:
+    """The server for accumulators, which we have none of, would take a second to end."""
+    server, context._accumulatorServer = context._accumulatorServer, None
+    threading.Thread(target=server.shutdown, name="accumulators", daemon=True).start()
+    context.stop()
 
 
 def _stop_jvm(gateway: Any) -> None:

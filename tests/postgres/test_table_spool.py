@@ -12,12 +12,13 @@ from tests.fixtures.changes import Transaction, append, join, relation_version
 from tests.fixtures.receiving import Source, messages_of, wait_until, without_relations
 
 from millrace.config.dsn import Dsn
-from millrace.errors import WorkDirError
+from millrace.errors import ConnectionLost, WorkDirError
 from millrace.postgres.connect import connect
 from millrace.postgres.pgoutput import scan
 from millrace.stream import table_spool
 from millrace.stream.receive import receive
-from millrace.stream.spool import Reader, SpoolReader, SpoolWriter, Writer, prune
+from millrace.stream.spool import Reader, SpoolReader, SpoolWriter, Writer
+from millrace.stream.spool_place import SpoolPlace
 from millrace.stream.table_spool import TableSpoolReader, TableSpoolWriter
 
 STREAM = "table_spool_test"
@@ -30,11 +31,12 @@ class Kind:
         self,
         write: Callable[[], Writer],
         read: Callable[[], Reader],
-        remove: Callable[[int], int],
+        place: SpoolPlace,
     ) -> None:
         self.write = write
         self.read = read
-        self.prune = remove
+        self.place = place
+        self.prune = place.prune
 
 
 @pytest.fixture(params=["files", "table"])
@@ -43,16 +45,21 @@ def kind(request: pytest.FixtureRequest, tmp_path: Path, target_db: str) -> Iter
         yield Kind(
             lambda: SpoolWriter(tmp_path, segment_bytes=4096),
             lambda: SpoolReader(tmp_path),
-            lambda lsn: prune(tmp_path, lsn),
+            SpoolPlace(tmp_path, "utf-8", STREAM),
         )
         return
     dsn = Dsn.parse(target_db)
+    readers: list[TableSpoolReader] = []
+
+    def read() -> TableSpoolReader:
+        readers.append(TableSpoolReader(dsn, STREAM))
+        return readers[-1]
+
+    place = SpoolPlace(tmp_path, "utf-8", STREAM, dsn)
+    yield Kind(lambda: TableSpoolWriter(dsn, STREAM), read, place)
+    for reader in readers:
+        reader.close()
     with connect(dsn, "test") as connection:
-        yield Kind(
-            lambda: TableSpoolWriter(dsn, STREAM),
-            lambda: TableSpoolReader(dsn, STREAM),
-            lambda lsn: table_spool.prune(connection, STREAM, lsn),
-        )
         table_spool.uninstall(connection, STREAM)
 
 
@@ -187,10 +194,56 @@ def test_what_is_applied_is_pruned(kind: Kind) -> None:
 
 
 def test_one_writer_at_a_time(kind: Kind) -> None:
+    with (
+        kind.place.open_writer(),
+        pytest.raises(WorkDirError, match="writes the spool"),
+        kind.place.open_writer(),
+    ):
+        pass
+
+
+def test_what_would_be_pruned_is_told(kind: Kind) -> None:
     writer = kind.write()
-    with pytest.raises(WorkDirError, match="writes the spool"):
-        kind.write()
+    for number in range(1, 101):
+        append(writer, Transaction(number, rows=3).frames())
+    writer.sync()
+    held = writer.bytes
+    told = kind.prune(8050, dry_run=True)
+    assert writer.bytes == held
+    assert told == kind.prune(8050) > 0
+    assert writer.bytes == held - told
     writer.close()
+
+
+def test_a_session_that_was_left_behind_is_taken_over(target_db: str) -> None:
+    dsn = Dsn.parse(target_db)
+    with TableSpoolWriter(dsn, STREAM) as lost, TableSpoolWriter(dsn, STREAM) as writer:
+        append(writer, Transaction(1).frames())
+        assert writer.sync() == 150
+        with pytest.raises(ConnectionLost):
+            append(lost, Transaction(1).frames())
+
+
+def test_the_writer_goes_on_after_its_session_was_ended(kind: Kind, target_db: str) -> None:
+    writer = kind.write()
+    append(writer, Transaction(1, relation=1).frames())
+    writer.sync()
+    frames = Transaction(2).frames()
+    left = append(writer, frames[:-30])
+    with psycopg.connect(target_db, autocommit=True) as connection:
+        connection.execute(
+            "SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity"
+            " WHERE application_name LIKE 'millrace spool%'"
+        )
+    if kind.place.target is not None:
+        with pytest.raises(ConnectionLost):
+            append(writer, left + frames[-30:])
+    writer.cut_unfinished()
+    assert writer.complete_lsn == writer.durable_lsn == 150
+    append(writer, Transaction(2, rows=5).frames())
+    assert writer.sync() == 250
+    writer.close()
+    assert _read_all(kind.read()) == join((Transaction(1, relation=1), Transaction(2, rows=5)))
 
 
 def test_a_stream_is_received_into_it(kind: Kind, source_db: str) -> None:

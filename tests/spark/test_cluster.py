@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 from tests.fixtures import create_museum_roles, load_museum
+from tests.fixtures.followed import open_followed, writing
 
 from millrace.clone.compare_run import CompareSettings, compare_data
 from millrace.clone.progress import Reporter
@@ -24,8 +25,10 @@ from millrace.clone.run import clone
 from millrace.clone.settings import CloneSettings
 from millrace.clone.split import SplitSettings
 from millrace.config.dsn import Dsn
+from millrace.lsn import render_lsn
 from millrace.postgres.embedded import Cluster
 from millrace.spark.session import Engine
+from millrace.stream.settings import SpoolKind
 
 DEADLINE_SECONDS = 180
 SPLIT_BYTES = 1024 * 1024
@@ -113,3 +116,29 @@ def assert_equal_data(source: str, target: str, engine: Engine) -> None:
     compared = compare_data(CompareSettings(Dsn.parse(source), Dsn.parse(target)), engine)
     assert [one.label for one in compared if not one.is_equal] == []
     assert len(compared) > 100
+
+
+@pytest.mark.slow
+def test_changes_are_applied_by_executors_from_a_spool_on_the_target(
+    source_db: str, target_db: str, engine: Engine, tmp_path: Path
+) -> None:
+    directory = tmp_path / "work"
+    opened = open_followed(source_db, target_db, directory, engine, spool=SpoolKind.TABLE)
+    with opened as followed:
+        with writing(source_db, seed=6) as written:
+            while written() < 100:
+                time.sleep(0.05)
+        done = subprocess.run(
+            [
+                sys.executable, "-m", "millrace", "follow", "--quiet",
+                "--source", source_db, "--target", target_db, "--dir", directory,
+                "--endpos", render_lsn(followed.end()), "--apply-jobs", "2",
+                "--master", "local-cluster[2,2,1024]", "--conf", "spark.executor.memory=512m",
+            ],
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_SECONDS,
+            check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        followed.assert_equal()

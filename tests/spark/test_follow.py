@@ -10,6 +10,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import psycopg
@@ -22,11 +23,13 @@ from millrace.errors import ApplyError, WorkDirError
 from millrace.lsn import render_lsn
 from millrace.snapshot.holder import hold
 from millrace.spark.session import Engine
+from millrace.stream.apply_task import ApplyOutcome
 from millrace.stream.begin import open_slot_snapshot
 from millrace.stream.metrics import serve_metrics
 from millrace.stream.position import drop_position, setup_position
+from millrace.stream.progress import Applied
 from millrace.stream.sentinel import Sentinel
-from millrace.stream.settings import SlotSettings
+from millrace.stream.settings import SlotSettings, SpoolKind
 
 DEADLINE_SECONDS = 60.0
 
@@ -228,3 +231,42 @@ def test_the_position_of_another_stream_of_the_same_slot_name_is_not_ours(
         finally:
             for name in (followed.slot, f"{followed.slot}_00000000_1"):
                 drop_position(connection, name)
+
+
+@pytest.fixture
+def table_followed(
+    source_db: str, target_db: str, tmp_path: Path, engine: Engine
+) -> Iterator[Followed]:
+    directory = tmp_path / "work"
+    with open_followed(source_db, target_db, directory, engine, spool=SpoolKind.TABLE) as opened:
+        yield opened
+
+
+def test_a_spool_on_the_target_ends_equal(table_followed: Followed) -> None:
+    followed = table_followed
+    with writing(followed.source, seed=5) as written:
+        running = followed.start()
+        wait_until(lambda: written() > 100)
+        with psycopg.connect(followed.target, autocommit=True) as connection:
+            # As a target does that goes down, for receiver and worker alike.
+            connection.execute(
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname ="
+                " current_database() AND application_name ~ '^millrace (spool|apply|read)'"
+            )
+        before = written()
+        wait_until(lambda: written() > before + 100)
+    followed.set_endpos(followed.end())
+    running.join(DEADLINE_SECONDS)
+    assert followed.result.reached_endpos
+    followed.assert_equal()
+    assert [file.name for file in (followed.directory / "spool").iterdir()] == ["lock"]
+
+
+def test_workers_that_do_not_see_the_spool_are_told_of(
+    followed: Followed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lsn_of(followed.source, "INSERT INTO seat VALUES (60, 60)")
+    blind = partial(ApplyOutcome, 0, None, 0, 0, Applied())
+    monkeypatch.setattr("millrace.stream.catchup.apply_spool", lambda task, attempt: blind())
+    with pytest.raises(WorkDirError, match="find nothing in the spool"):
+        followed.follow()

@@ -23,7 +23,7 @@ from millrace.config.size import parse_size
 from millrace.errors import ConfigError
 from millrace.postgres.connect import resolve
 from millrace.spark.session import Engine, default_master, parse_conf
-from millrace.stream.settings import FollowSettings, LogSettings, OnConflict
+from millrace.stream.settings import FollowSettings, LogSettings, OnConflict, SpoolKind
 
 
 def _jobs(name: str, text: str) -> Any:
@@ -151,6 +151,7 @@ class Asked:
     ] = False
     slot_name: options.SlotName = "millrace"
     plugin: options.Plugin = "pgoutput"
+    spool: options.Spool = SpoolKind.FILES
     endpos: options.EndPos = ""
     apply_jobs: options.ApplyJobs = 1
     on_conflict: options.Conflict = OnConflict.STOP

@@ -58,7 +58,7 @@ def _clone_and_follow(asked: Asked, settings: CloneSettings) -> None:
         if result.summary is not None and not asked.as_json and not asked.quiet:
             print_summary(result.summary)
 
-    slot = SlotSettings(asked.slot_name, asked.plugin)
+    slot = SlotSettings(asked.slot_name, asked.plugin, asked.spool)
     follow_settings = asked.follow_settings()
     set_endpos(asked.directory, asked.endpos)
     with (

@@ -13,7 +13,7 @@ from millrace.clone.split import SplitSettings
 from millrace.config.dsn import Dsn
 from millrace.config.size import parse_size
 from millrace.errors import ConfigError
-from millrace.stream.settings import OnConflict
+from millrace.stream.settings import OnConflict, SpoolKind
 
 # Titles of groups of options in --help.
 COPY = "Copy"
@@ -136,6 +136,15 @@ EndPos = Annotated[
         metavar="LSN",
         help="End when everything up to here is applied, and nothing after it.",
         show_default=False,
+        rich_help_panel=STREAM,
+    ),
+]
+Spool = Annotated[
+    SpoolKind,
+    typer.Option(
+        envvar="MILLRACE_SPOOL",
+        help="Where received changes wait: in files of --dir, or in a table of the target, for "
+        "Spark executors that can't read --dir. Chosen when the stream begins.",
         rich_help_panel=STREAM,
     ),
 ]

@@ -16,12 +16,14 @@ from typing import Annotated, Any
 import typer
 
 from millrace.cli import options
+from millrace.config.dsn import Dsn
 from millrace.config.size import parse_size, render_size
 from millrace.errors import ConfigError, WorkDirError
 from millrace.log import setup_logging
 from millrace.lsn import parse_lsn, render_lsn
 from millrace.postgres.connect import connect, resolve, server_encoding, translated
 from millrace.stream.sentinel import FILE, Sentinel, SentinelState, StreamSetup
+from millrace.stream.settings import SpoolKind
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +59,7 @@ def setup(
     filters: options.Filters = None,
     slot_name: SlotName = "",
     plugin: Plugin = "pgoutput",
+    spool: options.Spool = SpoolKind.FILES,
     as_json: options.AsJson = False,
     verbose: options.Verbose = 0,
     quiet: options.Quiet = False,
@@ -92,7 +95,9 @@ def setup(
                 hint="choose another --dir, or give --slot-name " + found.slot_name,
             )
         if found is None:
-            found = StreamSetup(dsn.identity(), slot, plugin, encoding, created.start_lsn)
+            found = StreamSetup(
+                dsn.identity(), slot, plugin, encoding, created.start_lsn, spool=spool
+            )
             sentinel.write_setup(found)
             sentinel.set_startpos(created.start_lsn)
     if target:
@@ -109,6 +114,7 @@ def setup(
 @app.command("receive")
 def receive(
     source: options.Source = "",
+    target: options.Target = "",
     directory: options.Directory = options.DEFAULT_DIRECTORY,
     endpos: options.EndPos = "",
     max_spool: options.MaxSpool = "0",
@@ -121,6 +127,8 @@ def receive(
 ) -> None:
     """Receive changes into the spool of the work directory, and apply nothing.
 
+    A spool in tables of the target needs --target; one in files does not.
+
     Runs until the end position, or until it is told to stop: Ctrl-C or SIGTERM. The source is told
     only of what is on disk here, so it can be stopped, killed and started again at any time.
     Connections that break are opened again.
@@ -128,12 +136,14 @@ def receive(
     # Numba takes half a second: only those who need it wait for it.
     from millrace.stream.receive import ReceiveSettings
     from millrace.stream.receive import receive as run_receive
-    from millrace.stream.spool import SpoolWriter
+    from millrace.stream.spool_place import place_of
 
     setup_logging(verbose=verbose, quiet=quiet, as_json=log_json)
+    with _open_sentinel(directory) as sentinel:
+        place = place_of(_require_setup(sentinel, directory), directory, _target(target))
     with (
         _open_sentinel(directory) as sentinel,
-        SpoolWriter(directory) as spool,
+        place.open_writer() as spool,
         _signals() as stop,
     ):
         found = _require_setup(sentinel, directory)
@@ -225,21 +235,20 @@ def prune(
     A running `follow` does that by itself. What is applied is known from the work directory, or
     asked from the target if --target is given.
     """
-    from millrace.stream.position import read_worker_positions, stream_name
-    from millrace.stream.spool import prunable_bytes
-    from millrace.stream.spool import prune as run_prune
+    from millrace.stream.position import read_worker_positions
+    from millrace.stream.spool_place import place_of
 
     setup_logging(verbose=verbose, quiet=quiet)
     with _open_sentinel(directory) as sentinel:
         found = _require_setup(sentinel, directory)
         applied = sentinel.read().applied_lsn
-    if target:
-        with connect(resolve(options.parse_dsn(target, "target")), "prune") as connection:
-            stream = stream_name(found.source, found.slot_name, found.start_lsn)
-            applied = min(read_worker_positions(connection, stream).values(), default=None)
-    size = 0
-    if applied is not None:
-        size = prunable_bytes(directory, applied) if dry_run else run_prune(directory, applied)
+    dsn = _target(target)
+    place = place_of(found, directory, dsn)
+    if dsn is not None:
+        with connect(dsn, "prune") as connection:
+            positions = read_worker_positions(connection, place.stream)
+            applied = min(positions.values(), default=None)
+    size = 0 if applied is None else place.prune(applied, dry_run=dry_run)
     if as_json:
         position = None if applied is None else render_lsn(applied)
         print(json.dumps({"applied_lsn": position, "bytes": size, "dry_run": dry_run}))
@@ -317,6 +326,10 @@ def set_prefetch(
     """Let a running stream receive, or hold it back: the source keeps the changes meanwhile."""
     with _open_sentinel(directory) as sentinel:
         sentinel.set_prefetch(_is_on(to))
+
+
+def _target(uri: str) -> Dsn | None:
+    return resolve(options.parse_dsn(uri, "target")) if uri else None
 
 
 def _is_on(text: str) -> bool:

@@ -16,6 +16,7 @@ from millrace.clone.settings import CloneSettings
 from millrace.errors import PreflightError
 from millrace.postgres.connect import translated
 from millrace.postgres.quote import ident, qualified
+from millrace.postgres.schemas import USER_SCHEMA
 
 Connection = psycopg.Connection[tuple[Any, ...]]
 
@@ -23,8 +24,6 @@ SOURCE_VERSIONS = range(13, 19)
 TARGET_VERSIONS = range(14, 19)
 # Names listed one by one in a report; more are counted.
 LISTED = 5
-
-_USER_SCHEMA = "n.nspname !~ '^pg_' AND n.nspname NOT IN ('information_schema', 'millrace')"
 
 
 @dataclass(frozen=True)
@@ -119,7 +118,7 @@ def _check_source_rights(source: Connection) -> Iterable[Problem]:
         rows = source.execute(
             f"""SELECT n.nspname, c.relname FROM pg_class c
                  JOIN pg_namespace n ON n.oid = c.relnamespace
-                 WHERE c.relkind = '{kind}' AND c.relpersistence <> 't' AND {_USER_SCHEMA}
+                 WHERE c.relkind = '{kind}' AND c.relpersistence <> 't' AND {USER_SCHEMA}
                  AND NOT (has_schema_privilege(n.oid, 'USAGE')
                      AND has_table_privilege(c.oid, '{right}'))
                  AND NOT EXISTS (SELECT FROM pg_depend e WHERE e.objid = c.oid
@@ -147,7 +146,7 @@ def _check_source_policies(source: Connection) -> Iterable[Problem]:
     rows = source.execute(
         f"""SELECT n.nspname || '.' || c.relname FROM pg_class c
              JOIN pg_namespace n ON n.oid = c.relnamespace
-             WHERE c.relkind = 'r' AND {_USER_SCHEMA} AND row_security_active(c.oid)
+             WHERE c.relkind = 'r' AND {USER_SCHEMA} AND row_security_active(c.oid)
              ORDER BY 1"""
     ).fetchall()
     # row_security is off in our sessions, and row_security_active tells what would happen then:
@@ -190,7 +189,7 @@ def _check_locks(source: Connection) -> Iterable[Problem]:
                     + current_setting('max_prepared_transactions')::int),
                  current_setting('max_locks_per_transaction')::int,
                  (SELECT count(*) FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
-                   WHERE c.relkind IN ('r', 'p') AND {_USER_SCHEMA})"""
+                   WHERE c.relkind IN ('r', 'p') AND {USER_SCHEMA})"""
     ).fetchone()
     assert row is not None
     slots, setting, tables = row
@@ -227,7 +226,7 @@ def _check_target_empty(target: Connection, settings: CloneSettings) -> Iterable
         f"""SELECT n.nspname || '.' || c.relname FROM pg_class c
              JOIN pg_namespace n ON n.oid = c.relnamespace
              WHERE c.relkind IN ('r', 'p', 'v', 'm', 'S', 'f') AND c.relpersistence <> 't'
-             AND {_USER_SCHEMA}
+             AND {USER_SCHEMA}
              AND NOT EXISTS (SELECT FROM pg_depend e WHERE e.objid = c.oid
                  AND e.classid = 'pg_class'::regclass AND e.deptype = 'e')
              ORDER BY 1"""
@@ -294,7 +293,7 @@ def _owners(source: Connection, kinds: str) -> set[str]:
         " ON d.oid = s.dbid AND d.datname = current_database()"
         " WHERE s.refclassid = 'pg_authid'::regclass AND strpos(%(kinds)s, s.deptype) > 0"
         " UNION SELECT pg_get_userbyid(relowner) FROM pg_class WHERE strpos(%(kinds)s, 'o') > 0"
-        f" AND relnamespace IN (SELECT oid FROM pg_namespace n WHERE {_USER_SCHEMA})",
+        f" AND relnamespace IN (SELECT oid FROM pg_namespace n WHERE {USER_SCHEMA})",
         {"kinds": kinds},
     )
     return {row[0] for row in rows}
@@ -344,7 +343,7 @@ def _check_standby(source: Connection) -> Iterable[Problem]:
     row = source.execute(
         "SELECT count(*) FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace"
         " WHERE pg_is_in_recovery() AND c.relkind = 'r' AND c.relpersistence = 'u'"
-        f" AND {_USER_SCHEMA}"
+        f" AND {USER_SCHEMA}"
     ).fetchone()
     if row and row[0]:
         yield Problem(

@@ -15,6 +15,7 @@ from millrace.config.dsn import Dsn
 from millrace.postgres import catalog
 from millrace.postgres.connect import connect, translated
 from millrace.postgres.quote import ident, literal, qualified
+from millrace.postgres.schemas import USER_SCHEMA
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ def drop_existing(target: Connection, source: Dsn) -> None:
             "SELECT c.relkind, n.nspname, c.relname FROM pg_class c"
             " JOIN pg_namespace n ON n.oid = c.relnamespace"
             " WHERE c.relkind IN ('r', 'p', 'v', 'm', 'f') AND NOT c.relispartition"
-            " AND n.nspname !~ '^pg_' AND n.nspname NOT IN ('information_schema', 'millrace')"
+            f" AND {USER_SCHEMA}"
             " AND NOT EXISTS (SELECT FROM pg_depend e WHERE e.objid = c.oid"
             " AND e.classid = 'pg_class'::regclass AND e.deptype = 'e')"
         ).fetchall()

@@ -17,6 +17,7 @@ from typing import Any
 import psycopg
 
 from millrace.postgres.quote import ident, literal, qualified
+from millrace.postgres.schemas import USER_SCHEMA
 from millrace.relation import (
     Column,
     Extension,
@@ -29,9 +30,6 @@ from millrace.relation import (
 )
 
 Connection = psycopg.Connection[tuple[Any, ...]]
-
-# The schema where we keep our records on a target; never copied.
-OWN_SCHEMA = "millrace"
 
 # OIDs below this are assigned by initdb from the catalog sources: the same on every server.
 FIRST_UNPINNED_OID = 10000
@@ -57,9 +55,6 @@ _TEXT_ONLY = frozenset(
     ]
 )
 
-_USER_SCHEMA = (
-    "n.nspname !~ '^pg_' AND n.nspname <> 'information_schema' AND n.nspname <> 'millrace'"
-)
 _NOT_OF_EXTENSION = (
     "NOT EXISTS (SELECT FROM pg_depend e WHERE e.classid = '{catalog}'::regclass"
     " AND e.objid = {oid} AND e.deptype = 'e')"
@@ -82,7 +77,7 @@ def read_tables(connection: Connection, *, same_encoding: bool = True) -> list[T
           FROM pg_class c
           JOIN pg_namespace n ON n.oid = c.relnamespace
           LEFT JOIN pg_am a ON a.oid = c.relam
-         WHERE c.relkind = 'r' AND {_READABLE} AND {_USER_SCHEMA}
+         WHERE c.relkind = 'r' AND {_READABLE} AND {USER_SCHEMA}
            AND ({_TABLE_NOT_OF_EXTENSION} OR c.oid = ANY(%s))
          ORDER BY c.oid"""
         ),
@@ -151,7 +146,7 @@ def _read_columns(connection: Connection) -> dict[int, list[Column]]:
           JOIN pg_class c ON c.oid = a.attrelid
           JOIN pg_namespace n ON n.oid = c.relnamespace
          WHERE a.attnum > 0 AND NOT a.attisdropped AND a.attgenerated = ''
-           AND c.relkind = 'r' AND {_USER_SCHEMA}
+           AND c.relkind = 'r' AND {USER_SCHEMA}
          ORDER BY a.attrelid, a.attnum"""
     ):
         columns[table_oid].append(Column(name, type_name, types.get(type_oid, "unknown type")))
@@ -197,7 +192,7 @@ def _read_split_keys(connection: Connection) -> dict[int, SplitKey]:
           JOIN pg_class x ON x.oid = i.indexrelid
           JOIN pg_namespace n ON n.oid = c.relnamespace
           JOIN pg_attribute a ON a.attrelid = i.indrelid AND a.attnum = i.indkey[0]
-         WHERE c.relkind = 'r' AND {_USER_SCHEMA}
+         WHERE c.relkind = 'r' AND {USER_SCHEMA}
            AND i.indisunique AND i.indisvalid AND i.indisready AND i.indimmediate
            AND i.indnkeyatts = 1 AND i.indpred IS NULL AND i.indexprs IS NULL
            AND a.atttypid IN ('int2'::regtype, 'int4'::regtype, 'int8'::regtype)
@@ -226,7 +221,7 @@ def read_indexes(connection: Connection) -> list[Index]:
           LEFT JOIN pg_tablespace t ON t.oid = x.reltablespace
           LEFT JOIN pg_constraint con ON con.conindid = x.oid AND con.conrelid = c.oid
                 AND con.contype IN ('p', 'u', 'x')
-         WHERE c.relkind = 'r' AND x.relkind = 'i' AND {_USER_SCHEMA} AND {_TABLE_NOT_OF_EXTENSION}
+         WHERE c.relkind = 'r' AND x.relkind = 'i' AND {USER_SCHEMA} AND {_TABLE_NOT_OF_EXTENSION}
            AND i.indisvalid AND i.indisready
          ORDER BY x.oid"""
     )
@@ -298,7 +293,7 @@ def read_foreign_keys(connection: Connection) -> list[ForeignKey]:
           JOIN pg_class c ON c.oid = con.conrelid
           JOIN pg_namespace n ON n.oid = c.relnamespace
          WHERE con.contype = 'f' AND con.conparentid = 0
-           AND {_USER_SCHEMA} AND {_TABLE_NOT_OF_EXTENSION}
+           AND {USER_SCHEMA} AND {_TABLE_NOT_OF_EXTENSION}
          ORDER BY con.oid"""
     )
     return [ForeignKey(*row) for row in rows]
@@ -310,7 +305,7 @@ def read_sequences(connection: Connection, *, with_extensions: bool = True) -> l
         f"""
         SELECT c.oid::int8, n.nspname, c.relname
           FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
-         WHERE c.relkind = 'S' AND {_READABLE} AND {_USER_SCHEMA}
+         WHERE c.relkind = 'S' AND {_READABLE} AND {USER_SCHEMA}
            AND ({_TABLE_NOT_OF_EXTENSION}
                 OR %s AND c.oid IN (SELECT unnest(extconfig) FROM pg_extension))
          ORDER BY c.oid""",
@@ -343,7 +338,7 @@ def read_relations_of_kind(connection: Connection, kind: str) -> list[tuple[int,
             f"""
         SELECT c.oid::int8, n.nspname, c.relname
           FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
-         WHERE c.relkind = %s AND {_USER_SCHEMA} AND {_TABLE_NOT_OF_EXTENSION}
+         WHERE c.relkind = %s AND {USER_SCHEMA} AND {_TABLE_NOT_OF_EXTENSION}
          ORDER BY c.oid"""
         ),
         (kind,),
@@ -435,7 +430,7 @@ def _chunks(items: list[Any], size: int) -> list[list[Any]]:
 def read_schemas(connection: Connection) -> dict[int, str]:
     """User schemas by OID."""
     rows = connection.execute(
-        f"SELECT n.oid::int8, n.nspname FROM pg_namespace n WHERE {_USER_SCHEMA}"
+        f"SELECT n.oid::int8, n.nspname FROM pg_namespace n WHERE {USER_SCHEMA}"
     )
     return {oid: name for oid, name in rows}
 

@@ -23,6 +23,7 @@ import psycopg
 
 from millrace.errors import ServerError
 from millrace.postgres.dump import Archive
+from millrace.postgres.schemas import USER_SCHEMA
 
 Connection = psycopg.Connection[tuple[Any, ...]]
 # OID of the catalog, OID of the object.
@@ -30,10 +31,6 @@ Key = tuple[int, int]
 
 # OIDs below this belong to initdb; a user's objects may only depend on its schema public.
 FIRST_USER_OID = 16384
-
-_USER_SCHEMA = (
-    "n.nspname !~ '^pg_' AND n.nspname <> 'information_schema' AND n.nspname <> 'millrace'"
-)
 
 
 def read_objects(connection: Connection) -> Iterator[tuple[Any, ...]]:
@@ -48,7 +45,7 @@ def read_objects(connection: Connection) -> Iterator[tuple[Any, ...]]:
 
 _SCHEMAS = f"""
     SELECT 'pg_namespace'::regclass::oid::int8, n.oid::int8, 'schema', '', n.nspname
-      FROM pg_namespace n WHERE {_USER_SCHEMA}"""
+      FROM pg_namespace n WHERE {USER_SCHEMA}"""
 
 _EXTENSIONS = """
     SELECT 'pg_extension'::regclass::oid::int8, oid::int8, 'extension', '', extname
@@ -73,7 +70,7 @@ _RELATIONS = f"""
                     AND refobjsubid > 0 AND deptype IN ('a', 'i')) owned
             ON c.relkind = 'S' AND owned.objid = c.oid
      WHERE c.relkind IN ('r', 'p', 'f', 'm', 'v', 'S', 'i', 'I')
-       AND c.relpersistence <> 't' AND {_USER_SCHEMA}"""
+       AND c.relpersistence <> 't' AND {USER_SCHEMA}"""
 
 # Those of partitions come with their parent's and have no entry of their own, if foreign keys.
 _CONSTRAINTS = f"""
@@ -84,7 +81,7 @@ _CONSTRAINTS = f"""
       FROM pg_constraint con
       JOIN pg_class c ON c.oid = con.conrelid
       JOIN pg_namespace n ON n.oid = c.relnamespace
-     WHERE con.contype IN ('f', 'c', 'p', 'u', 'x') AND {_USER_SCHEMA}
+     WHERE con.contype IN ('f', 'c', 'p', 'u', 'x') AND {USER_SCHEMA}
        AND NOT (con.contype = 'f' AND con.conparentid <> 0)"""
 
 # Row types, array types, rules of views and triggers of constraints are parts of others. OFFSET 0

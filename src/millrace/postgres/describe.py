@@ -23,8 +23,8 @@ from typing import Any
 import psycopg
 
 from millrace.postgres import catalog
-from millrace.postgres.catalog import OWN_SCHEMA
 from millrace.postgres.quote import ident
+from millrace.postgres.schemas import USER_SCHEMA
 
 Connection = psycopg.Connection[tuple[Any, ...]]
 Key = tuple[str, str]
@@ -147,9 +147,6 @@ def _add_positions(connection: Connection, objects: dict[Key, Described]) -> Non
             objects[key] = replace(found, properties={**found.properties, **position})
 
 
-_USER_SCHEMA = (
-    f"n.nspname !~ '^pg_' AND n.nspname <> 'information_schema' AND n.nspname <> '{OWN_SCHEMA}'"
-)
 _RELATION_KIND = (
     "CASE c.relkind WHEN 'v' THEN 'view' WHEN 'm' THEN 'materialized view'"
     " WHEN 'S' THEN 'sequence' ELSE 'table' END"
@@ -157,7 +154,7 @@ _RELATION_KIND = (
 _IN_SCHEMA = "'schema', ARRAY[n.nspname]::text[]"
 _RELATION = (
     "pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace"
-    f" AND {_USER_SCHEMA} AND NOT EXISTS (SELECT FROM pg_depend e"
+    f" AND {USER_SCHEMA} AND NOT EXISTS (SELECT FROM pg_depend e"
     " WHERE e.classid = 'pg_class'::regclass AND e.objid = c.oid AND e.deptype = 'e')"
 )
 
@@ -230,7 +227,7 @@ SELECT {_key("pg_namespace", "n.oid")},
        'schema', ARRAY[n.nspname]::text[], '', NULL, NULL::text[],
        pg_get_userbyid(n.nspowner) AS owner, {_grants("n.nspacl", "n.nspowner", "n")}
   FROM pg_namespace n
- WHERE {_USER_SCHEMA} AND {_ours("pg_namespace", "n.oid")}"""
+ WHERE {USER_SCHEMA} AND {_ours("pg_namespace", "n.oid")}"""
 
 _TABLES = f"""
 SELECT {_key("pg_class", "c.oid")},
@@ -358,7 +355,7 @@ SELECT {_key("pg_constraint", "con.oid")},
   FROM pg_constraint con
   JOIN pg_type t ON t.oid = con.contypid
   JOIN pg_namespace n ON n.oid = t.typnamespace
- WHERE con.contype = 'c' AND {_USER_SCHEMA} AND {_ours("pg_type", "t.oid")}"""
+ WHERE con.contype = 'c' AND {USER_SCHEMA} AND {_ours("pg_type", "t.oid")}"""
 
 
 def _sequences(version: int) -> str:
@@ -424,7 +421,7 @@ SELECT {_key("pg_proc", "p.oid")},
   JOIN pg_namespace n ON n.oid = p.pronamespace
   JOIN pg_language l ON l.oid = p.prolang
   LEFT JOIN pg_aggregate g ON g.aggfnoid = p.oid
- WHERE {_USER_SCHEMA} AND {_ours("pg_proc", "p.oid")}"""
+ WHERE {USER_SCHEMA} AND {_ours("pg_proc", "p.oid")}"""
 
 
 # Of a partition's triggers only those that were enabled otherwise than their parent's.
@@ -506,7 +503,7 @@ SELECT {_key("pg_type", "t.oid")},
   LEFT JOIN pg_class rel ON rel.oid = t.typrelid
   LEFT JOIN pg_type b ON b.oid = t.typbasetype
   LEFT JOIN pg_range r ON r.rngtypid = t.oid
- WHERE {_USER_SCHEMA} AND {_ours("pg_type", "t.oid")}
+ WHERE {USER_SCHEMA} AND {_ours("pg_type", "t.oid")}
    AND t.typtype IN ('e', 'd', 'c', 'r', 'b', 'p') AND (t.typtype <> 'c' OR rel.relkind = 'c')
    AND NOT EXISTS (SELECT FROM pg_type x WHERE x.typarray = t.oid)"""
 
@@ -562,7 +559,7 @@ SELECT o.class::oid::int8, o.oid::int8, i.type, ARRAY[]::text[], i.identity,
                FROM pg_event_trigger) o
   LEFT JOIN pg_namespace n ON n.oid = o.schema,
        LATERAL pg_identify_object(o.class, o.oid, 0) i
- WHERE o.oid >= 16384 AND (n.oid IS NULL OR {_USER_SCHEMA}) AND NOT EXISTS (
+ WHERE o.oid >= 16384 AND (n.oid IS NULL OR {USER_SCHEMA}) AND NOT EXISTS (
        SELECT FROM pg_depend e
         WHERE e.classid = o.class AND e.objid = o.oid AND e.deptype IN ('e', 'i'))"""
 
@@ -578,7 +575,7 @@ SELECT c.oid::int8, n.nspname::text, c.relname::text, c.relkind::text,
   JOIN pg_namespace n ON n.oid = c.relnamespace
   LEFT JOIN pg_attribute a ON a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped
        AND a.attgenerated IN ('', 's')
- WHERE c.relkind IN ('r', 'p') AND {_USER_SCHEMA}
+ WHERE c.relkind IN ('r', 'p') AND {USER_SCHEMA}
  GROUP BY c.oid, n.nspname
  ORDER BY c.oid"""
 
@@ -602,7 +599,7 @@ SELECT DISTINCT ON (i.indrelid) i.indrelid::int8,
   JOIN pg_class c ON c.oid = i.indrelid
   JOIN pg_class x ON x.oid = i.indexrelid
   JOIN pg_namespace n ON n.oid = c.relnamespace
- WHERE c.relkind IN ('r', 'p') AND {_USER_SCHEMA}
+ WHERE c.relkind IN ('r', 'p') AND {USER_SCHEMA}
    AND i.indisunique AND i.indisvalid AND i.indpred IS NULL AND i.indexprs IS NULL
    AND NOT EXISTS (SELECT FROM unnest(i.indkey::int2[]) WITH ORDINALITY k (number, place)
                      JOIN pg_attribute a ON a.attrelid = i.indrelid AND a.attnum = k.number

@@ -16,11 +16,10 @@ from typing import Any
 
 import psycopg
 
+from millrace.postgres.schemas import USER_SCHEMA
+
 Connection = psycopg.Connection[tuple[Any, ...]]
 
-_USER_SCHEMA = (
-    "n.nspname !~ '^pg_' AND n.nspname <> 'information_schema' AND n.nspname <> 'millrace'"
-)
 _PROVIDER = (
     "CASE {} WHEN 'c' THEN 'libc' WHEN 'i' THEN 'icu' WHEN 'b' THEN 'builtin' ELSE 'default' END"
 )
@@ -122,7 +121,7 @@ def read_collations(connection: Connection) -> list[Collation]:
               JOIN pg_class c ON c.oid = a.attrelid
               JOIN pg_namespace n ON n.oid = c.relnamespace
               JOIN pg_type t ON t.oid = a.atttypid
-             WHERE c.relkind IN ('r', 'p', 'f', 'v', 'm', 'c') AND {_USER_SCHEMA}
+             WHERE c.relkind IN ('r', 'p', 'f', 'v', 'm', 'c') AND {USER_SCHEMA}
                AND a.attnum > 0 AND NOT a.attisdropped AND a.attcollation <> t.typcollation
             UNION
             SELECT u.collation_oid, pg_describe_object('pg_class'::regclass, c.oid, 0)
@@ -130,7 +129,7 @@ def read_collations(connection: Connection) -> list[Collation]:
               JOIN pg_class c ON c.oid = i.indexrelid
               JOIN pg_namespace n ON n.oid = c.relnamespace,
                    unnest(i.indcollation::oid[]) u (collation_oid)
-             WHERE {_USER_SCHEMA}
+             WHERE {USER_SCHEMA}
             UNION
             SELECT coalesce(r.rngcollation, t.typcollation),
                    pg_describe_object('pg_type'::regclass, t.oid, 0)
@@ -138,7 +137,7 @@ def read_collations(connection: Connection) -> list[Collation]:
               JOIN pg_namespace n ON n.oid = t.typnamespace
               LEFT JOIN pg_type b ON b.oid = t.typbasetype
               LEFT JOIN pg_range r ON r.rngtypid = t.oid
-             WHERE {_USER_SCHEMA}
+             WHERE {USER_SCHEMA}
                AND (t.typtype = 'r' OR t.typtype = 'd' AND t.typcollation <> b.typcollation))
         SELECT coll.oid::int8, n.nspname::text, coll.collname::text,
                {_PROVIDER.format("coll.collprovider")}, {locale}, coll.collversion,
@@ -150,7 +149,7 @@ def read_collations(connection: Connection) -> list[Collation]:
           JOIN pg_namespace n ON n.oid = coll.collnamespace
           LEFT JOIN used ON used.collation_oid = coll.oid
          WHERE coll.oid <> {DEFAULT_COLLATION_OID} AND (used.description IS NOT NULL
-               OR coll.oid >= 16384 AND {_USER_SCHEMA} AND NOT EXISTS (
+               OR coll.oid >= 16384 AND {USER_SCHEMA} AND NOT EXISTS (
                    SELECT FROM pg_depend e WHERE e.classid = 'pg_collation'::regclass
                       AND e.objid = coll.oid AND e.deptype = 'e'))
          GROUP BY coll.oid, n.nspname

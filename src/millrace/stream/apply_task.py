@@ -114,7 +114,7 @@ def apply_spool(task: ApplyTask, attempt: int = 0) -> ApplyOutcome:
     """Apply what the spool holds; lost connections are made anew, other errors are returned."""
     run = _Run(task)
     try:
-        with_retries(run.go, on_retry=_log_retry)
+        with_retries(run.go, on_retry=log_retry)
     except MillraceError as error:
         return run.outcome(error)
     finally:
@@ -132,7 +132,8 @@ def since_1970(microseconds: int) -> float:
     return (microseconds + MICROSECONDS_1970_TO_2000) / 1e6
 
 
-def _log_retry(error: BaseException, pause: float) -> None:
+def log_retry(error: BaseException, pause: float) -> None:
+    """For `with_retries`."""
     log.warning("%s; trying again in %.1f s", error, pause)
 
 
@@ -162,6 +163,7 @@ class _Run:
         )
 
     def close(self) -> None:
+        self._spool.close()
         if self._sentinel is not None:
             self._sentinel.close()
 

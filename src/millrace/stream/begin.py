@@ -24,7 +24,7 @@ from millrace.snapshot.holder import Held, hold, read_held
 from millrace.stream.publication import read_published_tables
 from millrace.stream.sentinel import FILE as SENTINEL_FILE
 from millrace.stream.sentinel import Sentinel, StreamSetup
-from millrace.stream.settings import Left, SlotSettings
+from millrace.stream.settings import Left, SlotSettings, SpoolKind
 from millrace.stream.slot import cleanup, prepare_source
 from millrace.stream.spool import FOLDER as SPOOL_FOLDER
 
@@ -49,7 +49,7 @@ def open_slot_snapshot(
                 hint="end it (millrace snapshot --stop) and hold one with: millrace snapshot "
                 "--follow; or let `clone --follow` make its own",
             )
-        _write_setup(directory, held, target)
+        _write_setup(directory, held, target, slot.spool)
         yield held
         return
 
@@ -61,7 +61,7 @@ def open_slot_snapshot(
         held,
         _,
     ):
-        _write_setup(directory, held, target)
+        _write_setup(directory, held, target, slot.spool)
         try:
             yield held
         except BaseException:
@@ -85,10 +85,7 @@ def published(source: Dsn, rules: FilterRules) -> set[int] | None:
     with connect(source, "filter") as connection, translated("reading the source's catalog"):
         decision = read_decision(connection, rules)
         tables = read_published_tables(connection, None)
-    out = {
-        oid for kind, oid in (*decision.excluded, *decision.data_skipped) if kind == PG_CLASS_OID
-    }
-    return {table.oid for table in tables} - out
+    return {table.oid for table in tables} - _left_out(decision)
 
 
 def read_left(source: Dsn, rules: FilterRules) -> Left:
@@ -102,11 +99,8 @@ def read_left(source: Dsn, rules: FilterRules) -> Left:
             table.oid: (table.schema, table.name)
             for table in read_published_tables(connection, None)
         }
-    out = {
-        oid for kind, oid in (*decision.excluded, *decision.data_skipped) if kind == PG_CLASS_OID
-    }
     return Left(
-        frozenset(names[oid] for oid in out if oid in names),
+        frozenset(names[oid] for oid in _left_out(decision) if oid in names),
         {names[oid]: columns for oid, columns in decision.columns.items() if oid in names},
         {names[oid]: where for oid, where in decision.predicates.items() if oid in names},
     )
@@ -118,13 +112,18 @@ def _left_out(decision: Decision) -> set[int]:
     return {oid for kind, oid in keys if kind == PG_CLASS_OID}
 
 
-def _write_setup(directory: Path, held: Held, target: Dsn) -> None:
+def _write_setup(directory: Path, held: Held, target: Dsn, spool: SpoolKind) -> None:
     assert held.slot is not None
     assert held.start_lsn is not None
     with connect(target, "setup") as connection:
         encoding = server_encoding(connection)
     setup = StreamSetup(
-        held.source, held.slot, held.plugin or "pgoutput", encoding, parse_lsn(held.start_lsn)
+        held.source,
+        held.slot,
+        held.plugin or "pgoutput",
+        encoding,
+        parse_lsn(held.start_lsn),
+        spool=spool,
     )
     with Sentinel(directory) as sentinel:
         found = sentinel.read_setup()

@@ -16,12 +16,20 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 
 from millrace.clone.engine import Engine
 from millrace.errors import WorkDirError
 from millrace.lsn import render_lsn
 from millrace.postgres.connect import connect
-from millrace.stream.apply_task import ApplyOutcome, ApplyTask, apply_spool, since_1970
+from millrace.retry import with_retries
+from millrace.stream.apply_task import (
+    ApplyOutcome,
+    ApplyTask,
+    apply_spool,
+    log_retry,
+    since_1970,
+)
 from millrace.stream.position import (
     read_position,
     read_worker_positions,
@@ -36,6 +44,8 @@ log = logging.getLogger(__name__)
 
 # How soon a worker sees that the spool has grown: part of the delay of every change.
 POLL_SECONDS = 0.05
+# Tasks in a row that may find nothing where the driver sees something.
+BLIND_TASKS = 5
 # Applied segments are removed not more often than this.
 PRUNE_SECONDS = 5.0
 
@@ -62,7 +72,7 @@ class Catchup:
         engine: Engine,
         sentinel: Sentinel,
         *,
-        prunes: Callable[[int], None] | None = None,
+        prunes: Callable[[int], object] | None = None,
     ) -> None:
         self._engine = engine
         self._stream = task.stream
@@ -77,7 +87,7 @@ class Catchup:
             replace(task, stream=worker_name(task.stream, number, jobs), share=Share(number, jobs))
             for number in range(jobs)
         ]
-        self._spool = task.open_spool()
+        self.spool = task.open_spool()
         self.positions = [0] * jobs
         self.counts = Counts()
 
@@ -118,16 +128,24 @@ class Catchup:
                 self._engine.cancel()
                 raise
 
+    def close(self) -> None:
+        self.spool.close()
+
     def stop(self) -> None:
         """End after the batches under way."""
         self._stop.set()
 
     def _work(self, number: int) -> None:
+        blind = 0
         try:
             while not self._stop.is_set():
                 # In this order: what came in before the spool was whole is seen afterwards.
                 is_whole = self.is_whole.is_set()
+                before = self.positions[number]
                 if self._step(number):
+                    blind = blind + 1 if self.positions[number] == before else 0
+                    if blind == BLIND_TASKS:
+                        raise _out_of_sight()
                     continue
                 if is_whole and not self._has_more(number):
                     return
@@ -138,7 +156,8 @@ class Catchup:
 
     def _has_more(self, number: int) -> bool:
         endpos = self._sentinel.read().endpos
-        return self._spool.plan(self.positions[number], 1, endpos) is not None
+        plan = partial(self.spool.plan, self.positions[number], 1, endpos)
+        return with_retries(plan, on_retry=log_retry) is not None
 
     def _step(self, number: int) -> bool:
         """One task, if there is something for it to do and apply is on."""
@@ -163,3 +182,10 @@ class Catchup:
             if self._prunes and time.monotonic() - self._pruned_at > PRUNE_SECONDS:
                 self._prunes(self.position)
                 self._pruned_at = time.monotonic()
+
+
+def _out_of_sight() -> WorkDirError:
+    return WorkDirError(
+        "Spark's workers find nothing in the spool, although there is something to apply",
+        hint="they must be able to read --dir; if they can't, begin the stream with --spool table",
+    )

@@ -17,9 +17,8 @@ from millrace.clone.settings import CloneSettings
 from millrace.errors import ConfigError, MillraceError
 from millrace.postgres.connect import resolve
 from millrace.stream.begin import forget_stream, open_slot_snapshot
-from millrace.stream.follow import follow, receive_settings, require_setup
+from millrace.stream.follow import follow, open_receiver, require_setup
 from millrace.stream.progress import FollowReporter, FollowResult
-from millrace.stream.receiver import Receiver
 from millrace.stream.sentinel import Sentinel
 from millrace.stream.settings import FollowSettings, SlotSettings
 from millrace.stream.warm_up import warm_up
@@ -56,9 +55,7 @@ def clone_and_follow(
     with open_slot_snapshot(directory, source, clone_settings.target, slot, clone_settings.filters):
         with Sentinel(directory) as sentinel:
             setup = require_setup(sentinel, directory)
-        receiver = Receiver(
-            receive_settings(follow_settings, setup), directory, follow_settings.log
-        )
+        receiver = open_receiver(follow_settings, setup)
         receiver.start()
         threading.Thread(target=_warm_up, args=(engine,), daemon=True).start()
         try:

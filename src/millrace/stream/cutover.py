@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +26,8 @@ from millrace.stream.follow import follow, require_setup
 from millrace.stream.progress import FollowReporter
 from millrace.stream.sentinel import Sentinel
 from millrace.stream.settings import FollowSettings
-from millrace.stream.spool import SpoolReader
+from millrace.stream.spool import Reader
+from millrace.stream.spool_place import place_of
 from millrace.workdir.lock import open_lock
 
 log = logging.getLogger(__name__)
@@ -78,14 +80,15 @@ def cutover(
     began = time.monotonic()
     directory = settings.directory
     with Sentinel(directory) as sentinel:
-        require_setup(sentinel, directory)
+        setup = require_setup(sentinel, directory)
         with connect(settings.source, "cutover") as source:
             endpos = read_end(source)
         sentinel.set_endpos(endpos)
         log.info("the end position is %s", render_lsn(endpos))
-        if not _wait_for_other(settings, sentinel):
-            follow(settings, engine, reporter)
-        _check_applied(settings, sentinel, endpos)
+        with closing(place_of(setup, directory, settings.target).open_reader()) as spool:
+            if not _wait_for_other(settings, sentinel, spool):
+                follow(settings, engine, reporter)
+            _check_applied(sentinel, spool, endpos)
     with connect(settings.source, "cutover") as source, connect(settings.target, "cutover") as to:
         with translated("reading the source's sequences"):
             sequences = catalog.read_sequences(source)
@@ -96,14 +99,13 @@ def cutover(
     return CutoverResult(endpos, len(wanted), compared, time.monotonic() - began)
 
 
-def _wait_for_other(settings: FollowSettings, sentinel: Sentinel) -> bool:
+def _wait_for_other(settings: FollowSettings, sentinel: Sentinel, spool: Reader) -> bool:
     """Whether another process has followed to the end; waits for one that is still there."""
     log.info("waiting until the millrace that follows here has applied everything")
     while not _is_free(settings):
         time.sleep(POLL_SECONDS)
     # It may never have been there, or have been stopped before the end.
     state = sentinel.read()
-    spool = SpoolReader(settings.directory)
     return (state.flushed_lsn or 0) >= (state.endpos or 0) and (
         spool.plan(state.applied_lsn or 0, 1, state.endpos) is None
     )
@@ -117,13 +119,13 @@ def _is_free(settings: FollowSettings) -> bool:
         return False
 
 
-def _check_applied(settings: FollowSettings, sentinel: Sentinel, endpos: int) -> None:
+def _check_applied(sentinel: Sentinel, spool: Reader, endpos: int) -> None:
     state = sentinel.read()
     if state.endpos != endpos:
         raise WorkDirError(
             "somebody else changed the end position meanwhile", hint="run cutover again"
         )
-    left = SpoolReader(settings.directory).plan(state.applied_lsn or 0, 1, endpos)
+    left = spool.plan(state.applied_lsn or 0, 1, endpos)
     if (state.flushed_lsn or 0) < endpos or left is not None:
         raise ServerError(
             f"the stream ended before {render_lsn(endpos)}",

@@ -9,24 +9,22 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from functools import partial
+from contextlib import closing
 from pathlib import Path
 from typing import Protocol
 
 from millrace.clone.engine import Engine
-from millrace.errors import WorkDirError
+from millrace.errors import ConnectionLost, WorkDirError
 from millrace.lsn import render_lsn
 from millrace.postgres.connect import APPLICATION, cancel_sessions
-from millrace.postgres.encoding import python_encoding
 from millrace.stream.apply_task import ApplyTask
 from millrace.stream.catchup import Catchup
-from millrace.stream.position import stream_name
 from millrace.stream.progress import FollowProgress, FollowReporter, FollowResult
 from millrace.stream.receive import Received, ReceiveSettings
 from millrace.stream.receiver import Receiver
 from millrace.stream.sentinel import Sentinel, StreamSetup
 from millrace.stream.settings import FollowSettings
-from millrace.stream.spool import SpoolReader, prune
+from millrace.stream.spool_place import place_of
 from millrace.workdir.lock import open_lock
 
 log = logging.getLogger(__name__)
@@ -59,23 +57,31 @@ def receive_settings(settings: FollowSettings, setup: StreamSetup) -> ReceiveSet
     )
 
 
+def open_receiver(settings: FollowSettings, setup: StreamSetup) -> Receiver:
+    """The receiver of a stream, not started yet."""
+    place = place_of(setup, settings.directory, settings.target)
+    return Receiver(receive_settings(settings, setup), place, settings.log)
+
+
 def open_catchup(
     settings: FollowSettings, setup: StreamSetup, engine: Engine, sentinel: Sentinel
 ) -> Catchup:
     """Apply, with its positions on the target made or found."""
-    encoding = python_encoding(setup.encoding)
+    place = place_of(setup, settings.directory, settings.target)
+    place.prepare()
     task = ApplyTask(
         settings.target,
-        stream_name(setup.source, setup.slot_name, setup.start_lsn),
+        place.stream,
         "",
-        partial(SpoolReader, settings.directory, encoding),
+        place.open_reader,
         setup.encoding,
-        encoding,
+        place.encoding,
         on_conflict=settings.on_conflict,
         left=settings.left,
-        directory=settings.directory,
+        # Executors elsewhere have no such directory.
+        directory=settings.directory if engine.is_local else None,
     )
-    prunes = None if settings.keep_spool else partial(_prune, settings.directory)
+    prunes = None if settings.keep_spool else place.prune
     catchup = Catchup(task, settings.apply_jobs, engine, sentinel, prunes=prunes)
     # What an earlier process left behind must not hold the positions.
     cancel_sessions(settings.target, f"{APPLICATION} apply {setup.slot_name}%")
@@ -95,11 +101,11 @@ def follow(
         setup = require_setup(sentinel, settings.directory)
         engine.start()
         if receiver is None:
-            receiver = Receiver(receive_settings(settings, setup), settings.directory, settings.log)
+            receiver = open_receiver(settings, setup)
             receiver.start()
         try:
-            catchup = open_catchup(settings, setup, engine, sentinel)
-            return _Follow(catchup, receiver, sentinel, settings, reporter).run()
+            with closing(open_catchup(settings, setup, engine, sentinel)) as catchup:
+                return _Follow(catchup, receiver, sentinel, reporter).run()
         finally:
             receiver.stop()
             if settings.target:
@@ -113,9 +119,9 @@ def apply_spooled(
     position."""
     with open_lock(settings.directory), Sentinel(settings.directory) as sentinel:
         setup = require_setup(sentinel, settings.directory)
-        catchup = open_catchup(settings, setup, engine, sentinel)
         receiver = _Others(sentinel) if waits else _Nobody()
-        return _Follow(catchup, receiver, sentinel, settings, reporter).run()
+        with closing(open_catchup(settings, setup, engine, sentinel)) as catchup:
+            return _Follow(catchup, receiver, sentinel, reporter).run()
 
 
 class _Source(Protocol):
@@ -152,13 +158,12 @@ class _Follow:
         catchup: Catchup,
         receiver: _Source,
         sentinel: Sentinel,
-        settings: FollowSettings,
         reporter: FollowReporter,
     ) -> None:
         self._catchup = catchup
         self._receiver = receiver
         self._sentinel = sentinel
-        self._watch = Watch(sentinel, catchup, settings.directory)
+        self._watch = Watch(sentinel, catchup)
         self._reporter = reporter
         self._failure: BaseException | None = None
         self._done = threading.Event()
@@ -197,10 +202,9 @@ class _Follow:
 class Watch:
     """Reads where a stream stands, and how fast it gets on."""
 
-    def __init__(self, sentinel: Sentinel, catchup: Catchup, directory: Path) -> None:
+    def __init__(self, sentinel: Sentinel, catchup: Catchup) -> None:
         self._sentinel = sentinel
         self._catchup = catchup
-        self._spool = SpoolReader(directory)
         self._before = (time.monotonic(), sentinel.read().changes, 0)
         self._progress = FollowProgress()
         self._looked_at = 0.0
@@ -213,7 +217,11 @@ class Watch:
         self._looked_at = now
         state, counts = self._sentinel.read(), self._catchup.counts
         applied_lsn = max(state.applied_lsn or 0, self._catchup.position)
-        lag_bytes = self._spool.bytes_after(applied_lsn)
+        try:
+            lag_bytes = self._catchup.spool.bytes_after(applied_lsn)
+        except ConnectionLost as error:  # apply waits for the target, so does this
+            log.debug("%s", error)
+            return self._progress
         lag_seconds = 0.0
         if lag_bytes and state.applied_committed_at is not None:
             lag_seconds = max(0.0, time.time() - state.applied_committed_at)
@@ -244,7 +252,3 @@ class Watch:
         if not lag_bytes:
             return rate, 0.0
         return rate, lag_bytes / shrinking if shrinking > 0 else None
-
-
-def _prune(directory: Path, applied_lsn: int) -> None:
-    prune(directory, applied_lsn)

@@ -25,13 +25,12 @@ from millrace.lsn import parse_lsn, render_lsn
 from millrace.postgres.connect import APPLICATION, translated
 from millrace.postgres.libpq import execute
 from millrace.postgres.quote import literal
+from millrace.postgres.schemas import INSTALL_STREAM_SCHEMA, STREAM_SCHEMA
 
 Connection = psycopg.Connection[tuple[Any, ...]]
 
-SCHEMA = "replication"
-TABLE = f"{SCHEMA}.stream_position"
-INSTALL = f"""
-CREATE SCHEMA IF NOT EXISTS {SCHEMA};
+TABLE = f"{STREAM_SCHEMA}.stream_position"
+INSTALL = f"""{INSTALL_STREAM_SCHEMA}
 CREATE TABLE IF NOT EXISTS {TABLE} (
     stream text PRIMARY KEY,
     lsn pg_lsn NOT NULL,
@@ -216,14 +215,15 @@ def read_worker_positions(connection: Connection, stream: str) -> dict[str, int]
 def drop_position(connection: Connection, name: str) -> bool:
     """Forget the stream; whether there was anything to forget."""
     with translated("removing the position on the target"):
-        dropped = _drop_origin(connection, name)
+        dropped = drop_origin(connection, name)
         if read_position(connection, name) is not None:
             connection.execute(f"DELETE FROM {TABLE} WHERE stream = %s", (name,))
             return True
     return dropped
 
 
-def _drop_origin(connection: Connection, name: str) -> bool:
+def drop_origin(connection: Connection, name: str) -> bool:
+    """Whether it was there."""
     deadline = time.monotonic() + TAKE_OVER_SECONDS
     while True:
         try:

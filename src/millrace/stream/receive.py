@@ -41,6 +41,7 @@ from millrace.postgres.replication import (
 )
 from millrace.postgres.slot import OBJECT_IN_USE, slot_lost
 from millrace.retry import is_transient, iter_pauses
+from millrace.stream.partition import Partitions
 from millrace.stream.plugin import Plugin, UnsafeBinary, open_plugin
 from millrace.stream.sentinel import Sentinel
 from millrace.stream.slot import read_slot, require_slot
@@ -219,6 +220,7 @@ class _Receiver:
         self._durable_lsn = spool.durable_lsn
         # From a keepalive after which no transaction is open; not yet in the spool.
         self._idle_lsn = 0
+        self._partitions = Partitions(settings.encoding)
 
     def run(self) -> Received:
         """Connect, stream, and connect again after what can go away."""
@@ -236,15 +238,23 @@ class _Receiver:
             except MillraceError as error:
                 pause = self._patience.after(error)
                 log.warning("%s; trying again in %.1f seconds", error, pause)
-                self._spool.cut_unfinished()
+                self._settle()
                 self._sleep(pause)
         self._spool.cut_unfinished()
         self._report(self._spool.durable_lsn)
         return Received(self._spool.last_end_lsn, self._spool.complete_lsn, self._is_done())
 
+    def _settle(self) -> None:
+        """Let what is whole be applied meanwhile; a spool out of reach is asked again later."""
+        try:
+            self._spool.cut_unfinished()
+        except ConnectionLost as error:
+            log.debug("%s", error)
+
     def _connect_and_stream(self) -> None:
         self._buffer.clear()
         self._spool.cut_unfinished()
+        self._durable_lsn = self._spool.durable_lsn
         self._idle_lsn = 0
         settings = self._settings
         with connect(settings.source, "receive") as catalog, translated("reading the source"):
@@ -257,6 +267,7 @@ class _Receiver:
                 settings.encoding,
                 binary=self._binary,
                 reconnect=lambda: connect(settings.source, "receive"),
+                partitions=self._partitions,
             )
         connection = open_replication(settings.source, "receive", settings.encoding)
         try:

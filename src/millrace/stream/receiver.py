@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 from millrace.errors import MillraceError, ServerError
@@ -22,7 +21,7 @@ from millrace.retry import iter_pauses
 from millrace.stream.receive import Received, ReceiveSettings, receive
 from millrace.stream.sentinel import Sentinel
 from millrace.stream.settings import LogSettings
-from millrace.stream.spool import SpoolWriter
+from millrace.stream.spool_place import SpoolPlace
 
 log = logging.getLogger(__name__)
 
@@ -34,8 +33,8 @@ STEADY_SECONDS = 60.0
 class Receiver:
     """Starts the process, and says how it ended."""
 
-    def __init__(self, settings: ReceiveSettings, directory: Path, log_settings: LogSettings):
-        self._arguments = (settings, directory, log_settings)
+    def __init__(self, settings: ReceiveSettings, place: SpoolPlace, log_settings: LogSettings):
+        self._arguments = (settings, place, log_settings)
         self._process: Any = None
         self._link: Connection | None = None
         self._started_at = 0.0
@@ -103,7 +102,7 @@ class Receiver:
 
 
 def _child(
-    settings: ReceiveSettings, directory: Path, log_settings: LogSettings, link: Connection
+    settings: ReceiveSettings, place: SpoolPlace, log_settings: LogSettings, link: Connection
 ) -> None:
     # Ctrl-C reaches all processes of a terminal; it is the owner who decides.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -113,7 +112,7 @@ def _child(
     stop = threading.Event()
     threading.Thread(target=_watch, args=(link, stop.set), daemon=True).start()
     try:
-        with Sentinel(directory) as sentinel, SpoolWriter(directory) as spool:
+        with Sentinel(place.directory) as sentinel, place.open_writer() as spool:
             link.send(receive(settings, spool, sentinel, stop=stop))
     except MillraceError as error:
         link.send(error)

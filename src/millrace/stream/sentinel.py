@@ -51,6 +51,7 @@ CREATE TABLE IF NOT EXISTS stream (
     -- The client encoding of everything in the spool.
     encoding TEXT NOT NULL,
     start_lsn TEXT NOT NULL,
+    spool TEXT NOT NULL,
     created_at TEXT NOT NULL
 );
 """
@@ -86,6 +87,8 @@ class StreamSetup:
     encoding: str
     start_lsn: int
     system_identifier: str = ""
+    # A SpoolKind.
+    spool: str = "files"
 
 
 class Sentinel:
@@ -190,18 +193,20 @@ class Sentinel:
             encoding=row["encoding"],
             start_lsn=parse_lsn(row["start_lsn"]),
             system_identifier=row["system_identifier"],
+            spool=row["spool"],
         )
 
     def write_setup(self, setup: StreamSetup) -> None:
         self._write(
             "INSERT OR REPLACE INTO stream (id, source, system_identifier, slot_name, plugin,"
-            " encoding, start_lsn, created_at) VALUES (1, ?, ?, ?, ?, ?, ?, ?)",
+            " encoding, start_lsn, spool, created_at) VALUES (1, ?, ?, ?, ?, ?, ?, ?, ?)",
             setup.source,
             setup.system_identifier,
             setup.slot_name,
             setup.plugin,
             setup.encoding,
             render_lsn(setup.start_lsn),
+            setup.spool,
             time.strftime("%Y-%m-%d %H:%M:%S"),
         )
 

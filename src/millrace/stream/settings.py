@@ -18,6 +18,13 @@ class OnConflict(StrEnum):
     OVERWRITE = "overwrite"
 
 
+class SpoolKind(StrEnum):
+    """Where received changes wait until they are applied."""
+
+    FILES = "files"
+    TABLE = "table"
+
+
 @dataclass(frozen=True)
 class Left:
     """What of the source is left out by the user's filters; tables as (schema, name)."""
@@ -39,10 +46,11 @@ class LogSettings:
 
 @dataclass(frozen=True)
 class SlotSettings:
-    """The slot of a stream."""
+    """The slot of a stream, and where what it sends is kept."""
 
     name: str = "millrace"
     plugin: str = "pgoutput"
+    spool: SpoolKind = SpoolKind.FILES
 
 
 @dataclass(frozen=True)

@@ -198,16 +198,15 @@ def cleanup(
         removed.append(f"replication slot {slot}")
     removed += [f"publication {name}" for name in drop_publications(source, slot)]
     if target is not None:
-        for name in sorted(read_positions(target, stream_prefix(identity, slot))):
-            if drop_position(target, name):
-                removed.append(f"position {name} on the target")
-        origins = [name for name, _ in read_leftovers(source, target, slot).origins]
-        # Numba comes with it: not for those who never had such a spool.
-        from millrace.stream.table_spool import origin_name, uninstall
+        # Numba comes with it: not for those who only look at slots.
+        from millrace.stream.table_spool import spooled_stream, uninstall
 
-        if origin_name(slot) in origins:
-            uninstall(target, slot)
-            removed.append(f"spool of {slot} on the target")
+        for name in sorted(read_positions(target, stream_prefix(identity, slot))):
+            if stream := spooled_stream(name):
+                uninstall(target, stream)
+                removed.append(f"spool of {stream} on the target")
+            elif drop_position(target, name):
+                removed.append(f"position {name} on the target")
     return removed
 
 

@@ -16,6 +16,7 @@ import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -145,6 +146,8 @@ class Reader(Protocol):
 
     def bytes_after(self, lsn: int) -> int: ...
 
+    def close(self) -> None: ...
+
 
 class SpoolWriter:
     """The one process that adds to a spool; opening it cuts what a crash left unfinished."""
@@ -153,7 +156,7 @@ class SpoolWriter:
         self._folder = directory / FOLDER
         self._segment_bytes = segment_bytes
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._lock = _open_lock(self._folder)
+        self._lock = _lock(self._folder)
         self.last_end_lsn = 0
         self.complete_lsn = 0
         self._durable_lsn = 0
@@ -410,6 +413,9 @@ class SpoolReader:
         self._encoding = python_encoding(encoding)
         self._indexes: dict[Path, IndexFile] = {}
 
+    def close(self) -> None:
+        """Nothing stays open."""
+
     def last_end_lsn(self) -> int:
         """The end of the last transaction that is on disk; 0 if there is none."""
         files = list_segments(self._folder)
@@ -601,7 +607,19 @@ def _pruned(folder: Path, after_lsn: int, known_lsn: int) -> WorkDirError:
     )
 
 
-def _open_lock(folder: Path) -> int:
+@contextmanager
+def open_spool_lock(directory: Path) -> Iterator[None]:
+    """Be the one receiver of a work directory whose spool is elsewhere."""
+    folder = directory / FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = _lock(folder)
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _lock(folder: Path) -> int:
     descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

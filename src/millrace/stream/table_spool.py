@@ -4,8 +4,10 @@ Invariant: one source transaction is one target transaction, which also moves th
 origin; so what the origin says is exactly what the table holds, and a transaction that is not
 whole is never seen.
 
-Commits do not wait for the disk; `sync` waits once for all of them. The relations that a
-transaction tells of are kept beside it, since a range must be readable without what was pruned.
+Commits do not wait for the disk; `sync` waits once for all of them. A target that went down may
+have lost what was not synced: after that the writer goes on from what the table has. The
+relations that a transaction tells of are kept beside it, since a range must be readable without
+what was pruned.
 """
 
 from __future__ import annotations
@@ -22,7 +24,6 @@ from millrace.config.dsn import Dsn
 from millrace.errors import InvariantError, WorkDirError
 from millrace.lsn import parse_lsn, render_lsn
 from millrace.postgres.connect import connect, translated
-from millrace.postgres.encoding import python_encoding
 from millrace.postgres.pgoutput import (
     FRAME_HEADER_BYTES,
     Bytes,
@@ -34,12 +35,15 @@ from millrace.postgres.pgoutput import (
     scan,
     whole_frames,
 )
+from millrace.postgres.schemas import INSTALL_STREAM_SCHEMA
+from millrace.stream.position import TAKE_OVER_SECONDS, drop_origin
 from millrace.stream.spool import Range
 
 Connection = psycopg.Connection[tuple[Any, ...]]
+# Where a property has the name of the type.
+Raw = bytes
 
-INSTALL: Final = """
-CREATE SCHEMA IF NOT EXISTS replication;
+INSTALL: Final = f"""{INSTALL_STREAM_SCHEMA}
 CREATE TABLE IF NOT EXISTS replication.raw_messages (
     stream text NOT NULL,
     -- Of the transaction, in commit order.
@@ -49,6 +53,8 @@ CREATE TABLE IF NOT EXISTS replication.raw_messages (
     -- In the last block of a transaction.
     end_lsn pg_lsn, commit_lsn pg_lsn, previous_lsn pg_lsn, committed_at bigint, xid bigint,
     changes bigint, bytes bigint,
+    -- Bytes of this and all earlier transactions, pruned ones included.
+    total bigint,
     PRIMARY KEY (stream, number, block)
 );
 CREATE UNIQUE INDEX IF NOT EXISTS raw_messages_end_lsn
@@ -61,14 +67,19 @@ CREATE TABLE IF NOT EXISTS replication.raw_relations (
 # What one row holds: bytea ends at 1 GB, and its reader needs it in memory.
 BLOCK_BYTES: Final = 16 * 1024 * 1024
 _PLANNED = 10_000
-_LET_GO_SECONDS = 5.0
+_SUFFIX = "_spool"
 _BEGIN, _COMMIT, _RELATION = ord("B"), ord("C"), ord("R")
 _IS_CHANGE = np.isin(np.arange(256), list(b"IUDT"))
 
 
 def origin_name(stream: str) -> str:
     """The origin of the spool, which is not the applier's."""
-    return f"{stream}_spool"
+    return stream + _SUFFIX
+
+
+def spooled_stream(origin: str) -> str | None:
+    """The stream whose spool has this origin; None for another kind of origin."""
+    return origin.removesuffix(_SUFFIX) if origin.endswith(_SUFFIX) else None
 
 
 def install(connection: Connection, stream: str) -> None:
@@ -83,38 +94,25 @@ def install(connection: Connection, stream: str) -> None:
 
 
 def uninstall(connection: Connection, stream: str) -> None:
-    """Remove a stream's spool; the tables stay for other streams."""
+    """Remove a stream's spool, and the tables if no other stream has anything there."""
     with translated("removing the spool on the target"):
         row = connection.execute("SELECT to_regclass('replication.raw_messages')").fetchone()
         if row and row[0]:
             connection.execute("DELETE FROM replication.raw_messages WHERE stream = %s", (stream,))
             connection.execute("DELETE FROM replication.raw_relations WHERE stream = %s", (stream,))
-        _drop_origin(connection, origin_name(stream))
-
-
-def _drop_origin(connection: Connection, name: str) -> None:
-    """A session that has just been closed may hold it for a moment longer."""
-    until = time.monotonic() + _LET_GO_SECONDS
-    while True:
-        try:
-            connection.execute(
-                "SELECT pg_replication_origin_drop(roname) FROM pg_replication_origin"
-                " WHERE roname = %s",
-                (name,),
-            )
-            return
-        except psycopg.errors.ObjectInUse:
-            if time.monotonic() > until:
-                raise
-            time.sleep(0.05)
+            others = "SELECT FROM replication.raw_messages LIMIT 1"
+            if connection.execute(others).fetchone() is None:
+                connection.execute("DROP TABLE replication.raw_messages, replication.raw_relations")
+        drop_origin(connection, origin_name(stream))
 
 
 class TableSpoolWriter:
     """The one session that adds to a stream's spool."""
 
     def __init__(self, dsn: Dsn, stream: str) -> None:
+        self._dsn = dsn
         self._stream = stream
-        self._connection = connect(dsn, "spool", synchronous_commit="off")
+        self._connection = self._open()
         self._number = 0
         self._block = 0
         self._is_open = False
@@ -126,13 +124,16 @@ class TableSpoolWriter:
         self.durable_lsn = 0
         self._durable_end_lsn = 0
         self.unsynced_bytes = 0
-        self.bytes = 0
+        self._total = 0
         try:
             install(self._connection, stream)
             self._take_over()
         except BaseException:
             self.close()
             raise
+
+    def _open(self) -> Connection:
+        return connect(self._dsn, f"spool {self._stream}", synchronous_commit="off")
 
     def __enter__(self) -> TableSpoolWriter:
         return self
@@ -146,6 +147,17 @@ class TableSpoolWriter:
     @property
     def is_in_transaction(self) -> bool:
         return self._is_open
+
+    @property
+    def bytes(self) -> int:
+        """What is not pruned."""
+        with translated("reading the spool on the target"):
+            row = self._connection.execute(
+                "SELECT total - bytes FROM replication.raw_messages WHERE stream = %s"
+                " AND end_lsn IS NOT NULL ORDER BY end_lsn LIMIT 1",
+                (self._stream,),
+            ).fetchone()
+        return self._total - row[0] if row else 0
 
     def append(self, frames: memoryview, messages: Messages) -> None:
         """Add whole frames; each source transaction is committed when its Commit comes."""
@@ -196,7 +208,11 @@ class TableSpoolWriter:
         self.sync()
 
     def cut_unfinished(self) -> None:
-        """Roll back what has come of a transaction."""
+        """Roll back what has come of a transaction; after a lost connection, open another."""
+        if self._connection.closed:
+            self._connection = self._open()
+            self._is_open = False
+            self._take_over()
         if self._is_open:
             with translated("rolling back on the target"):
                 self._connection.execute("ROLLBACK")
@@ -231,19 +247,20 @@ class TableSpoolWriter:
                 )
                 self._block += 1
 
-    def _begin(self, message: bytes) -> None:
+    def _begin(self, message: Raw) -> None:
         self._connection.execute("BEGIN")
         self._is_open = True
         self._number += 1
         self._block = self._changes = self._size = 0
         self._xid = decode_begin(message).xid
 
-    def _commit(self, piece: bytes, message: bytes) -> None:
+    def _commit(self, piece: Raw, message: Raw) -> None:
         commit = decode_commit(message)
+        self._total += self._size
         self._connection.execute(
             "INSERT INTO replication.raw_messages (stream, number, block, frames, end_lsn,"
-            " commit_lsn, previous_lsn, committed_at, xid, changes, bytes)"
-            " VALUES (%s, %s, %s, %b, %s, %s, %s, %s, %s, %s, %s)",
+            " commit_lsn, previous_lsn, committed_at, xid, changes, bytes, total)"
+            " VALUES (%s, %s, %s, %b, %s, %s, %s, %s, %s, %s, %s, %s)",
             (
                 self._stream,
                 self._number,
@@ -256,6 +273,7 @@ class TableSpoolWriter:
                 self._xid,
                 self._changes,
                 self._size,
+                self._total,
             ),
         )
         self._move_origin(commit.end_lsn, commit.committed_at_microseconds)
@@ -263,7 +281,6 @@ class TableSpoolWriter:
         self._is_open = False
         self.last_end_lsn = commit.end_lsn
         self.complete_lsn = max(self.complete_lsn, commit.end_lsn)
-        self.bytes += self._size
 
     def _put_relation(self, frames: memoryview, messages: Messages, at: int) -> None:
         end = int(messages.offset[at] + messages.length[at])
@@ -285,15 +302,15 @@ class TableSpoolWriter:
     def _take_over(self) -> None:
         """Hold the origin, and go on after what the table has."""
         name = origin_name(self._stream)
-        with _origin_in_use(name), translated(f"using replication origin {name}"):
-            self._connection.execute("SELECT pg_replication_origin_session_setup(%s)", (name,))
+        with translated(f"using replication origin {name}"):
+            self._hold_origin(name)
             row = self._connection.execute(
                 "SELECT coalesce(pg_replication_origin_session_progress(true), '0/0')::text,"
                 " (SELECT coalesce(max(number), 0) FROM replication.raw_messages"
                 "   WHERE stream = %(stream)s),"
                 " (SELECT coalesce(max(end_lsn), '0/0')::text FROM replication.raw_messages"
                 "   WHERE stream = %(stream)s),"
-                " (SELECT coalesce(sum(bytes), 0)::int8 FROM replication.raw_messages"
+                " (SELECT coalesce(max(total), 0)::int8 FROM replication.raw_messages"
                 "   WHERE stream = %(stream)s)",
                 {"stream": self._stream},
             ).fetchone()
@@ -301,16 +318,40 @@ class TableSpoolWriter:
         self.complete_lsn = self.durable_lsn = parse_lsn(row[0])
         self._number = row[1]
         self.last_end_lsn = self._durable_end_lsn = parse_lsn(row[2])
-        self.bytes = row[3]
+        self._total = row[3]
+        self.unsynced_bytes = 0
+
+    def _hold_origin(self, name: str) -> None:
+        """From a session of ours that was left behind, if need be: there is one receiver."""
+        until = time.monotonic() + TAKE_OVER_SECONDS
+        while True:
+            try:
+                self._connection.execute("SELECT pg_replication_origin_session_setup(%s)", (name,))
+                return
+            except psycopg.errors.ObjectInUse:
+                if time.monotonic() > until:
+                    raise
+                self._connection.execute(
+                    "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <>"
+                    " pg_backend_pid() AND application_name = current_setting('application_name')"
+                    " AND datname = current_database()"
+                )
+                time.sleep(0.05)
 
 
 class TableSpoolReader:
     """Reads a stream's spool from the target."""
 
-    def __init__(self, dsn: Dsn, stream: str, encoding: str = "UTF8") -> None:
+    def __init__(self, dsn: Dsn, stream: str, encoding: str = "utf-8") -> None:
+        """`encoding` is Python's name of the names' encoding."""
         self._dsn = dsn
         self._stream = stream
-        self._encoding = python_encoding(encoding)
+        self._encoding = encoding
+        self._kept: Connection | None = None
+
+    def close(self) -> None:
+        if self._kept is not None:
+            self._kept.close()
 
     def last_end_lsn(self) -> int:
         """The end of the last transaction there is; 0 if there is none."""
@@ -358,7 +399,10 @@ class TableSpoolReader:
     def chunks(self, range_: Range, max_chunk_bytes: int) -> Iterator[Bytes]:
         """The frames from the first Begin to the last Commit, in buffers of whole frames."""
         rest = np.empty(0, np.uint8)
-        with self._session() as connection:
+        with (
+            connect(self._dsn, "read spool") as connection,
+            translated("reading the spool on the target"),
+        ):
             self._check_there(connection, range_)
             for (frames,) in connection.cursor(binary=True).stream(
                 "SELECT frames FROM replication.raw_messages WHERE stream = %s"
@@ -406,11 +450,11 @@ class TableSpoolReader:
 
     @contextmanager
     def _session(self) -> Iterator[Connection]:
-        with (
-            connect(self._dsn, "read spool") as connection,
-            translated("reading the spool on the target"),
-        ):
-            yield connection
+        """A session for short questions: they are asked several times a second."""
+        if self._kept is None or self._kept.closed:
+            self._kept = connect(self._dsn, "read spool")
+        with translated("reading the spool on the target"):
+            yield self._kept
 
     def _check_pruned(self, connection: Connection, after_lsn: int, previous_lsn: int) -> None:
         """The first transaction found must be the next one."""
@@ -432,7 +476,7 @@ class TableSpoolReader:
             raise _pruned(range_.after_lsn, range_.end_lsn)
 
 
-def prune(connection: Connection, stream: str, applied_lsn: int) -> int:
+def prune(connection: Connection, stream: str, applied_lsn: int, *, dry_run: bool = False) -> int:
     """Remove the transactions that end at or before `applied_lsn`, but the newest; the bytes."""
     with translated("pruning the spool on the target"), connection.transaction():
         row = connection.execute(
@@ -442,8 +486,8 @@ def prune(connection: Connection, stream: str, applied_lsn: int) -> int:
             {"stream": stream, "lsn": render_lsn(applied_lsn)},
         ).fetchone()
         assert row is not None
-        if row[0] is None:
-            return 0
+        if row[0] is None or dry_run:
+            return int(row[1])
         connection.execute(
             "DELETE FROM replication.raw_messages WHERE stream = %s AND number <= %s",
             (stream, row[0]),
@@ -456,19 +500,6 @@ def prune(connection: Connection, stream: str, applied_lsn: int) -> int:
             {"stream": stream, "number": row[0]},
         )
     return int(row[1])
-
-
-@contextmanager
-def _origin_in_use(name: str) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        if getattr(error, "facts", {}).get("sqlstate") != "55006":
-            raise
-        raise WorkDirError(
-            f"another session writes the spool of replication origin {name}",
-            hint="a slot has one receiver: stop the other one",
-        ) from error
 
 
 def _message(frames: memoryview, messages: Messages, at: int) -> bytes:

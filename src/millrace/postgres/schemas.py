@@ -1,0 +1,28 @@
+"""Which schemas are the user's, and the one in which a stream keeps its tables.
+
+Invariant: every query that lists a user's objects uses USER_SCHEMA, so that what we made ourselves
+is never copied, compared or followed. A schema of the user's own that has the same name is theirs.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+# Where a clone keeps its records on the target; see millrace.postgres.record.
+_RECORDS: Final = "millrace"
+_COMMENT: Final = "made by millrace"
+# For a pg_namespace that the query calls n.
+USER_SCHEMA: Final = (
+    f"n.nspname !~ '^pg_' AND n.nspname NOT IN ('information_schema', '{_RECORDS}')"
+    " AND n.oid NOT IN (SELECT d.objoid FROM pg_description d"
+    f" WHERE d.classoid = 'pg_namespace'::regclass AND d.description = '{_COMMENT}')"
+)
+STREAM_SCHEMA: Final = "replication"
+INSTALL_STREAM_SCHEMA: Final = f"""
+DO $$ BEGIN
+    IF to_regnamespace('{STREAM_SCHEMA}') IS NULL THEN
+        CREATE SCHEMA {STREAM_SCHEMA};
+        COMMENT ON SCHEMA {STREAM_SCHEMA} IS '{_COMMENT}';
+    END IF;
+END $$;
+"""

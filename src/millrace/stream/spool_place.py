@@ -1,0 +1,82 @@
+"""Where a stream keeps its spool: files of the work directory, or tables of the target.
+
+Invariant: nobody else asks which of the two it is; both keep what `Writer` and `Reader` promise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from millrace.config.dsn import Dsn
+from millrace.errors import ConfigError
+from millrace.postgres.connect import connect
+from millrace.postgres.encoding import python_encoding
+from millrace.stream import spool, table_spool
+from millrace.stream.position import stream_name
+from millrace.stream.sentinel import StreamSetup
+from millrace.stream.settings import SpoolKind
+from millrace.stream.spool import Reader, SpoolReader, SpoolWriter, Writer, open_spool_lock
+from millrace.stream.table_spool import TableSpoolReader, TableSpoolWriter
+
+
+@dataclass(frozen=True)
+class SpoolPlace:
+    """Survives pickle: a task opens the spool where it runs."""
+
+    directory: Path
+    # Python's name of the encoding of its values.
+    encoding: str
+    stream: str
+    # Of the database whose tables hold it; None for files.
+    target: Dsn | None = None
+
+    def prepare(self) -> None:
+        """Make what a reader must find, if it is not there."""
+        if self.target is not None:
+            with connect(self.target, "setup") as connection:
+                table_spool.install(connection, self.stream)
+
+    @contextmanager
+    def open_writer(self) -> Iterator[Writer]:
+        """For the one process that receives."""
+        if self.target is None:
+            with SpoolWriter(self.directory) as writer:
+                yield writer
+            return
+        with (
+            open_spool_lock(self.directory),
+            TableSpoolWriter(self.target, self.stream) as table_writer,
+        ):
+            yield table_writer
+
+    def open_reader(self) -> Reader:
+        if self.target is None:
+            return SpoolReader(self.directory, self.encoding)
+        return TableSpoolReader(self.target, self.stream, self.encoding)
+
+    def prune(self, applied_lsn: int, *, dry_run: bool = False) -> int:
+        """Remove what is applied; its bytes."""
+        if self.target is None:
+            remove = spool.prunable_bytes if dry_run else spool.prune
+            return remove(self.directory, applied_lsn)
+        with connect(self.target, "prune") as connection:
+            return table_spool.prune(connection, self.stream, applied_lsn, dry_run=dry_run)
+
+
+def place_of(setup: StreamSetup, directory: Path, target: Dsn | None) -> SpoolPlace:
+    """The spool of a stream, as it was set up."""
+    is_table = setup.spool == SpoolKind.TABLE
+    if is_table and target is None:
+        raise ConfigError(
+            "the spool of this stream is in tables of the target",
+            hint="give --target (or MILLRACE_TARGET)",
+        )
+    return SpoolPlace(
+        directory,
+        python_encoding(setup.encoding),
+        stream_name(setup.source, setup.slot_name, setup.start_lsn),
+        target if is_table else None,
+    )

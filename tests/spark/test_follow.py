@@ -168,6 +168,8 @@ def test_apply_can_be_switched_off_and_on(followed: Followed) -> None:
         with psycopg.connect(followed.target) as connection:
             row = connection.execute("SELECT count(*) FROM seat WHERE id = 50").fetchone()
         assert row == (0,)
+        # Nothing was ever applied, and yet it is known how long that waits.
+        wait_until(lambda: followed.reporter.last.lag_seconds > 0)
         assert running.is_alive()
         sentinel.set_apply(True)
     running.join(DEADLINE_SECONDS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 from collections.abc import Callable, Iterator
@@ -396,3 +397,19 @@ def test_many_small_commits_are_indexed_fast_enough(tmp_path: Path) -> None:
     found = reader.plan(0, 1 << 30, None)
     assert found is not None
     assert found.transactions == 20_000
+
+
+def test_a_disk_that_fails_is_told_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with SpoolWriter(tmp_path) as writer:
+        append(writer, Transaction(1).frames())
+        monkeypatch.setattr(os, "fdatasync", fail)
+        with pytest.raises(WorkDirError, match="No space left on device") as caught:
+            writer.sync()
+        assert "free disk space" in (caught.value.hint or "")
+        assert writer.durable_lsn == 0
+        monkeypatch.undo()

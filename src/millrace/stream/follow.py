@@ -17,7 +17,7 @@ from millrace.clone.engine import Engine
 from millrace.errors import ConnectionLost, WorkDirError
 from millrace.lsn import render_lsn
 from millrace.postgres.connect import APPLICATION, cancel_sessions
-from millrace.stream.apply_task import ApplyTask
+from millrace.stream.apply_task import ApplyTask, since_1970
 from millrace.stream.catchup import Catchup
 from millrace.stream.progress import FollowProgress, FollowReporter, FollowResult
 from millrace.stream.receive import Received, ReceiveSettings
@@ -219,12 +219,13 @@ class Watch:
         applied_lsn = max(state.applied_lsn or 0, self._catchup.position)
         try:
             lag_bytes = self._catchup.spool.bytes_after(applied_lsn)
+            waiting = self._catchup.spool.plan(applied_lsn, 1, None)
         except ConnectionLost as error:  # apply waits for the target, so does this
             log.debug("%s", error)
             return self._progress
         lag_seconds = 0.0
-        if lag_bytes and state.applied_committed_at is not None:
-            lag_seconds = max(0.0, time.time() - state.applied_committed_at)
+        if waiting is not None:  # since the oldest transaction that waits was committed
+            lag_seconds = max(0.0, time.time() - since_1970(waiting.committed_at))
         self._progress = FollowProgress(
             state.received_lsn or 0,
             state.flushed_lsn or 0,

@@ -281,11 +281,11 @@ class SpoolWriter:
     def _flush(self, segment: int, index: int, size: int, records: Records) -> None:
         """The segment, then its index."""
         if size:
-            os.fdatasync(segment)
+            _sync(segment, self._file)
         if len(records):
             failpoint.hit("spool.before_index")
             _write_all(index, self._file, records.tobytes(), memoryview(b""))
-            os.fdatasync(index)
+            _sync(index, self._file)
 
     def cut_unfinished(self) -> None:
         """Remove the beginning of a transaction whose end will not come on this connection."""
@@ -336,7 +336,7 @@ class SpoolWriter:
         )
         self._write_block(BlockKind.START, self.last_end_lsn, memoryview(encode_start(start)))
         # Older segments may be pruned as soon as this one is there.
-        os.fdatasync(self._segment)
+        _sync(self._segment, self._file)
         sync_folder(self._folder)
 
     def _write_block(self, kind: BlockKind, lsn: int, payload: memoryview) -> None:
@@ -380,7 +380,7 @@ class SpoolWriter:
         if files:
             self._open_segment(files[-1])
             os.ftruncate(self._segment, max(0, position - files[-1].position))
-            os.fdatasync(self._segment)
+            _sync(self._segment, self._file)
             self._relations = relations_before(files[-1], IndexFile(files[-1].index_path), None)
         sync_folder(self._folder)
 
@@ -632,14 +632,26 @@ def _lock(folder: Path) -> int:
     return descriptor
 
 
+def _sync(descriptor: int, file: SegmentFile | None) -> None:
+    with _told(file):
+        os.fdatasync(descriptor)
+
+
 def _write_all(descriptor: int, file: SegmentFile | None, head: bytes, payload: memoryview) -> None:
-    try:
+    with _told(file):
         written = os.writev(descriptor, (head, payload))
         rest = memoryview(head)[written:] if written < len(head) else memoryview(b"")
         payload = payload[max(0, written - len(head)) :]
         for part in (rest, payload):
             while len(part):
                 part = part[os.write(descriptor, part) :]
+
+
+@contextmanager
+def _told(file: SegmentFile | None) -> Iterator[None]:
+    """What a disk says, in our words."""
+    try:
+        yield
     except OSError as error:
         raise WorkDirError(
             f"can't write {file.path if file else 'the spool'}: {error.strerror}",

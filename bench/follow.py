@@ -101,7 +101,7 @@ FIELD: tuple[tuple[Load, tuple[Follower, ...]], ...] = (
         (who.SUBSCRIPTION, who.MILLRACE, who.PG_RECVLOGICAL, who.MILLRACE_RECEIVE),
     ),
     (changes.ONE, (who.SUBSCRIPTION, who.MILLRACE)),
-    (changes.FEW, (who.SUBSCRIPTION, who.MILLRACE)),
+    (changes.FEW, (who.SUBSCRIPTION, who.MILLRACE, who.PG_RECVLOGICAL)),
 )
 WARM_UPS = (changes.BULK, changes.UPDATES, changes.OLTP)
 LAG_FIELD = (who.SUBSCRIPTION, who.MILLRACE)
@@ -124,6 +124,14 @@ COMPARISONS = (
     _compare("oltp_from_slot_vs_subscription", changes.OLTP, _OURS, _NATIVE, 1.0),
     _compare("updates_from_slot_vs_subscription", changes.UPDATES, _OURS, _NATIVE, 1.3),
     _compare("few_keys_from_slot_vs_subscription", changes.FEW, _OURS, _NATIVE, 3.0),
+    # Nobody is faster from the slot than who only takes what the server sends.
+    _compare(
+        "few_keys_pg_recvlogical_vs_subscription",
+        changes.FEW,
+        who.PG_RECVLOGICAL.name,
+        _NATIVE,
+        None,
+    ),
     _compare("one_from_slot_vs_subscription", changes.ONE, _OURS, _NATIVE, None),
     _compare("bulk_apply_alone_vs_subscription", changes.BULK, _APPLY, _NATIVE, 1.8),
     _compare("updates_apply_alone_vs_subscription", changes.UPDATES, _APPLY, _NATIVE, 1.8),

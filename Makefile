@@ -7,6 +7,7 @@ STAMP := $(VENV)/.millrace-setup
 CLASSES := $(VENV)/.millrace-classes
 NAME  ?= clone
 ARGS  ?=
+WHAT  ?= clone
 MINUTES ?= 10
 SEED  ?=
 
@@ -44,8 +45,8 @@ format: $(STAMP) ## Rewrite the code in our format
 bench: setup ## Run one benchmark (NAME=clone ARGS="...")
 	$(BIN)/python -m bench $(NAME) $(ARGS)
 
-torture: setup ## Interrupt clones for MINUTES=10 and compare each (SEED=1 repeats one; ARGS="--help")
-	$(BIN)/python -m tests.torture --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(ARGS)
+torture: setup ## Interrupt clones, or streams (WHAT=follow), for MINUTES=10 and compare each (SEED=1 repeats one; ARGS="--help")
+	$(BIN)/python -m tests.torture --what $(WHAT) --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 # Universal: one lock for Python 3.11 to 3.13 on every platform. Only the
 # package index is asked, never a local folder of wheels: the hashes must be

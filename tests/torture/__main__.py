@@ -1,7 +1,8 @@
 """`make torture MINUTES=30 SEED=1`: clone after clone, until the time is up or one differs.
 
-The first clone is interrupted fifty times. Ends with 1 at the first failure, leaving the work
-directory, the schedule and all logs of that clone in place.
+The first clone is interrupted fifty times. With `WHAT=follow`, stream after stream, each compared
+after every round of interruptions. Ends with 1 at the first failure, leaving the work directory,
+the schedules and all logs of that clone or stream in place.
 """
 
 from __future__ import annotations
@@ -12,11 +13,22 @@ import random
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 from tests.torture.campaign import Campaign
-from tests.torture.schedule import Schedule, draw, long_schedules, read_schedule, schedules
+from tests.torture.figures import Figures
+from tests.torture.follow_campaign import FollowCampaign
+from tests.torture.follow_stage import open_follow_stage
+from tests.torture.schedule import (
+    Schedule,
+    draw,
+    follow_schedules,
+    long_schedules,
+    read_schedule,
+    schedules,
+)
 from tests.torture.stage import open_stage
 
 from millrace.spark.session import Engine, default_master
@@ -24,64 +36,105 @@ from millrace.spark.session import Engine, default_master
 LONG = 50
 # More than fit in a night.
 MOST_CLONES = 2000
+MOST_STREAMS = 300
+ROUNDS = 3
+# Every third stream, the second first, runs on a cluster of its own, whose executor can be killed.
+CLUSTER_EVERY = 3
 MEGABYTES = 6
+FIGURES = {"clone": Path("build/torture.json"), "follow": Path("build/torture-follow.json")}
 
 
 def main() -> int:
     options = _options()
-    directory = options.dir / f"seed-{options.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+    directory = options.dir / f"{options.what}-seed-{options.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     _say(f"seed {options.seed}, {options.minutes:g} minutes, evidence in {directory}")
-    with Engine(default_master(4)) as engine, open_stage(megabytes=options.megabytes) as stage:
+    with Engine(default_master(4)) as engine:
         engine.start()
+        run = run_streams if options.what == "follow" else run_clones
+        figures, failure = run(options, engine, directory)
+    figures.write(options.figures, failure=failure, **_about(options.what))
+    for kind, count in sorted(figures.interruptions.items()):
+        _say(f"{count:6} {kind}")
+    _say(f"{figures.total:6} interruptions")
+    _say(f"{figures.differences:6} differences; figures in {options.figures}")
+    if failure:
+        _say(failure)
+        _say(f"again: make torture WHAT={options.what} SEED={options.seed}, or with --replay and a "
+             f"schedule in the last folder of {directory}")  # fmt: skip
+    return 1 if failure else 0
+
+
+def run_clones(options: argparse.Namespace, engine: Engine, directory: Path) -> tuple[Figures, str]:
+    """One clone after the other; what stopped it, if something did."""
+    ends_at = time.monotonic() + options.minutes * 60
+    with open_stage(megabytes=options.megabytes) as stage:
         campaign = Campaign(stage, engine, directory, options.seed, _say)
-        ends_at = time.monotonic() + options.minutes * 60
-        failure = ""
-        for schedule in _schedules(options):
+        figures = campaign.figures
+        for schedule in _clone_schedules(options):
             if time.monotonic() > ends_at:
                 break
-            number = campaign.figures.clones + 1
+            number = figures.clones + 1
             _say(f"clone {number}, {len(schedule)} interruptions planned:")
             try:
                 verdict = campaign.run(schedule)
             except Exception as error:
-                failure = f"{type(error).__name__}: {error}"
-                break
-            figures = campaign.figures
+                return figures, f"{type(error).__name__}: {error}"
             _say(
                 f"clone {number} is equal: {verdict.tables} tables, {verdict.rows:,} rows, "
                 f"{verdict.objects:,} objects; so far {figures.total} interruptions, "
                 f"{figures.processes} processes, 0 differences"
             )
-            campaign.write(options.figures, **_about())
-        campaign.write(options.figures, failure=failure, **_about())
-    for kind, count in sorted(campaign.figures.interruptions.items()):
-        _say(f"{count:6} {kind}")
-    _say(f"{campaign.figures.total:6} interruptions of {campaign.figures.clones} clones")
-    _say(f"{campaign.figures.differences:6} differences; figures in {options.figures}")
-    if failure:
-        _say(failure)
-        _say(f"again: make torture SEED={options.seed}, or this clone alone: python -m "
-             f"tests.torture --replay {directory}/clone-{campaign.figures.clones + 1}"
-             "/schedule.json")  # fmt: skip
-    return 1 if failure else 0
+            figures.write(options.figures, **_about("clone"))
+    return figures, ""
+
+
+def run_streams(
+    options: argparse.Namespace, engine: Engine, directory: Path
+) -> tuple[Figures, str]:
+    """One stream after the other; what stopped it, if something did."""
+    ends_at: float = time.monotonic() + options.minutes * 60
+
+    def is_time_up() -> bool:
+        return time.monotonic() > ends_at
+
+    with open_follow_stage(options.seed) as stage:
+        campaign = FollowCampaign(stage, engine, directory, options.seed, _say)
+        figures = campaign.figures
+        for number, rounds in enumerate(_stream_schedules(options), 1):
+            if is_time_up():
+                break
+            cluster = number % CLUSTER_EVERY == 2
+            _say(f"stream {number}{', on a cluster' if cluster else ''}:")
+            try:
+                campaign.run(rounds, cluster=cluster, is_time_up=is_time_up)
+            except Exception as error:
+                return figures, f"{type(error).__name__}: {error}"
+            figures.write(options.figures, **_about("follow"))
+    return figures, ""
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.torture", description=__doc__)
+    parser.add_argument("--what", choices=tuple(FIGURES), default="clone")
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--replay", type=Path, metavar="SCHEDULE", help="this schedule, once")
-    parser.add_argument("--megabytes", type=int, default=MEGABYTES, help="size of the shop")
+    parser.add_argument(
+        "--megabytes", type=int, default=MEGABYTES, help="size of the shop that is cloned"
+    )
     parser.add_argument("--short", action="store_true", help="without the clone of fifty")
     parser.add_argument("--dir", type=Path, default=Path("build/torture"))
-    parser.add_argument("--figures", type=Path, default=Path("build/torture.json"))
+    parser.add_argument("--figures", type=Path, help="build/torture.json, or torture-follow.json")
     options = parser.parse_args()
     if options.seed is None:
         options.seed = random.randrange(2**31)
+    # Executors of a cluster have another working directory.
+    options.dir = options.dir.resolve()
+    options.figures = options.figures or FIGURES[options.what]
     return options
 
 
-def _schedules(options: argparse.Namespace) -> list[Schedule]:
+def _clone_schedules(options: argparse.Namespace) -> list[Schedule]:
     if options.replay:
         return [read_schedule(options.replay)]
     short = draw(schedules(least=5, most=10), options.seed, MOST_CLONES)
@@ -91,11 +144,27 @@ def _schedules(options: argparse.Namespace) -> list[Schedule]:
     return [*draw(long_schedules(LONG + 20), options.seed, 1), *short]
 
 
-def _about() -> dict[str, object]:
+def _stream_schedules(options: argparse.Namespace) -> Iterator[list[Schedule]]:
+    """The rounds of each stream; only in the first is there a copy to be interrupted."""
+    if options.replay:
+        yield [read_schedule(options.replay)]
+        return
+    for number in range(1, MOST_STREAMS + 1):
+        cluster = number % CLUSTER_EVERY == 2
+        rounds = []
+        for place in range(ROUNDS):
+            # Of one seed, the schedules would be much alike.
+            seed = (options.seed * MOST_STREAMS + number) * ROUNDS + place
+            rounds += draw(follow_schedules(copying=place == 0, cluster=cluster), seed, 1)
+        yield rounds
+
+
+def _about(what: str) -> dict[str, object]:
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
     ).stdout.strip()
     return {
+        "what": what,
         "date": time.strftime("%Y-%m-%d"),
         "commit": commit,
         "machine": f"{psutil.cpu_count()} cores, {platform.system()} {platform.machine()}",

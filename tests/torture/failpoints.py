@@ -1,6 +1,6 @@
-"""Every failpoint that a clone passes, in the order in which it passes them.
+"""Every failpoint that a clone passes, in the order in which it passes them, and a stream.
 
-Invariant: the list is the source's: `read_failpoints` finds the places by themselves, and a test
+Invariant: the lists are the source's: `read_failpoints` finds the places by themselves, and a test
 compares both. Who adds a place adds it here, and so it is killed at.
 """
 
@@ -11,9 +11,8 @@ from pathlib import Path
 
 import millrace
 
+STREAM_PACKAGES = ("stream",)
 PACKAGES = ("clone", "postgres", "snapshot", "spark", "workdir")
-# Of `postgres`, what the stream uses is proved elsewhere.
-OTHERS = ("replication.py", "pgoutput.py")
 
 # Before the data; in the driver.
 BEFORE = (
@@ -69,12 +68,29 @@ FAILPOINTS = BEFORE + TASK + BESIDE + AFTER
 # Passed again and again: for each part, index, table.
 REPEATED = TASK[:-1] + BESIDE[2:]
 
+# In the process that receives.
+RECEIVER = (
+    "receive.before_sync",
+    "spool.before_index",
+    "receive.after_sync",
+    "receive.before_feedback",
+    "receive.after_feedback",
+)
+# In the Spark task that applies.
+APPLY = (
+    "apply.after_delete",
+    "apply.after_update",
+    "apply.before_commit",
+    "apply.after_commit",
+)
+STREAM = RECEIVER + APPLY
 
-def read_failpoints() -> set[str]:
+
+def read_failpoints(packages: tuple[str, ...] = PACKAGES) -> set[str]:
     """The names in the source."""
     root = Path(millrace.__file__).parent
-    files = [path for name in PACKAGES for path in sorted((root / name).rglob("*.py"))]
-    trees = [ast.parse(path.read_text()) for path in files if path.name not in OTHERS]
+    files = [path for name in packages for path in sorted((root / name).rglob("*.py"))]
+    trees = [ast.parse(path.read_text()) for path in files]
     calls = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)]
     # `restore(job, archive, entries, "pre-data")` passes f"{name}.begin" and f"{name}.done".
     restored = {_text(call.args[-1]) for call in calls if _name(call) == "restore" and call.args}

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,12 +19,17 @@ from pathlib import Path
 from typing import TypeVar
 
 import psutil
-from tests.torture.failpoints import FAILPOINTS
+from tests.torture.failpoints import FAILPOINTS, STREAM
 
 from millrace.failpoint import VARIABLE
 
+EVERYWHERE = FAILPOINTS + STREAM
 DEADLINE_SECONDS = 90
 POLL_SECONDS = 0.01
+
+# Millrace has two, Spark its own for a cluster.
+_DAEMON = re.compile(r"\b(millrace\.|py)spark\.(stream_)?daemon\b")
+_EXECUTOR = "CoarseGrainedExecutorBackend"
 
 T = TypeVar("T")
 
@@ -43,13 +50,14 @@ class Program:
         self.log = log
         self._marks = marks
         self._family: dict[int, psutil.Process] = {}
+        self._folders: set[Path] = set()
         environment = dict(os.environ)
         environment.pop(VARIABLE, None)
         if marks is not None:
             marks.mkdir(exist_ok=True)
-            for name in FAILPOINTS:
+            for name in EVERYWHERE:
                 (marks / name).unlink(missing_ok=True)
-            environment[VARIABLE] = ",".join(f"{p}=stop@{marks / p}" for p in FAILPOINTS)
+            environment[VARIABLE] = ",".join(f"{p}=stop@{marks / p}" for p in EVERYWHERE)
         with log.open("wb") as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "millrace", *arguments],
@@ -87,20 +95,38 @@ class Program:
             found = [top, *top.children(recursive=True)]
         for process in found:
             self._family.setdefault(process.pid, process)
+            if _name(process) == "java" and _EXECUTOR in _command(process):
+                self._remember_folder(process)
         return [process for process in found if not is_gone(process)]
 
     def jvm(self) -> psutil.Process | None:
-        return next((p for p in self.family() if _name(p) == "java"), None)
+        """The driver's."""
+        executors = self.executors()
+        found = (p for p in self.family() if _name(p) == "java" and p not in executors)
+        return next(found, None)
+
+    def executors(self) -> list[psutil.Process]:
+        """JVMs of their own, if it runs on a cluster."""
+        return [p for p in self.family() if _EXECUTOR in _command(p)]
 
     def daemons(self) -> list[psutil.Process]:
-        """The parents of Spark's Python workers; the JVM starts them."""
-        jvm = self.jvm()
-        return _children(jvm) if jvm else []
+        """The parents of Spark's Python workers; a JVM starts them."""
+        jvms = [p for p in (self.jvm(), *self.executors()) if p]
+        return [child for jvm in jvms for child in _children(jvm) if _name(child) != "java"]
 
     def workers(self) -> list[psutil.Process]:
         """Spark's Python workers, also those that have lost their parent."""
         known = {*self.family(), *self.left_behind()} - set(self.daemons())
-        return [process for process in known if "spark.daemon" in _command(process)]
+        return [process for process in known if _DAEMON.search(_command(process))]
+
+    def receivers(self) -> list[psutil.Process]:
+        """The process that fills the spool."""
+        return [process for process in self.family() if "spawn_main" in _command(process)]
+
+    def _remember_folder(self, executor: psutil.Process) -> None:
+        """Spark keeps an application's folder below its own installation."""
+        with contextlib.suppress(psutil.Error):
+            self._folders.add(Path(executor.cwd()).parent)
 
     def left_behind(self) -> list[psutil.Process]:
         """Whoever of the tree still runs after its end."""
@@ -114,7 +140,7 @@ class Program:
         (self._marks / failpoint).touch()
 
     def disarm(self) -> None:
-        for name in FAILPOINTS:
+        for name in EVERYWHERE:
             if self._marks is not None:
                 (self._marks / name).unlink(missing_ok=True)
 
@@ -147,6 +173,8 @@ class Program:
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
+        for folder in self._folders:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def is_gone(process: psutil.Process) -> bool:

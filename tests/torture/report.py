@@ -1,5 +1,5 @@
-"""`python -m tests.torture.report [FILE ...]`: the figures of campaigns, by default of the last,
-into docs/reliability.md.
+"""`python -m tests.torture.report [FILE ...]`: the figures of campaigns, by default of the last
+ones, into docs/reliability.md.
 
 Invariant: what stands between the marks in the page comes from a run's JSON and from nowhere else.
 """
@@ -11,28 +11,25 @@ import sys
 from pathlib import Path
 from typing import Any
 
-FIGURES = Path("build/torture.json")
+FIGURES = (Path("build/torture.json"), Path("build/torture-follow.json"))
 PAGE = Path("docs/reliability.md")
-BEGIN, END = "<!-- figures: begin -->\n", "<!-- figures: end -->\n"
+# Clones and streams have a place each.
+MARKS = {
+    "clone": ("<!-- figures: begin -->\n", "<!-- figures: end -->\n"),
+    "follow": ("<!-- figures of streams: begin -->\n", "<!-- figures of streams: end -->\n"),
+}
+
+Figures = dict[str, Any]
 
 
-def render(figures: dict[str, Any]) -> str:
+def render(figures: Figures) -> str:
     """The figures as markdown."""
-    kinds = sorted(figures["interruptions"].items(), key=lambda pair: -pair[1])
-    rows = [
-        ("clones", figures["clones"]),
-        ("processes of `millrace clone`", figures["processes"]),
-        *kinds,
-        ("**interruptions**", figures["total_interruptions"]),
-        ("most in a row of the same clone", figures["most_in_one_clone"]),
-        ("tables compared under the snapshot", figures["tables_compared"]),
-        ("rows compared", figures["rows_compared"]),
-        ("transactions on the source meanwhile", figures["transactions_meanwhile"]),
-        ("**differences**", figures["differences"]),
-    ]
+    is_follow = kind_of(figures) == "follow"
+    rows = _follow_rows(figures) if is_follow else _clone_rows(figures)
     lines = [
         f"{figures['date']}, {figures['machine']}, {figures['seconds'] / 60:.0f} minutes of "
-        f"clones, commit {figures['commit']}, seed {figures['seed']}:",
+        f"{'streams' if is_follow else 'clones'}, commit {figures['commit']}, "
+        f"seed {figures['seed']}:",
         "",
         "| | |",
         "| --- | ---: |",
@@ -43,18 +40,64 @@ def render(figures: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def put(page: str, figures: str) -> str:
-    """The page with these figures between its marks."""
-    head, _, rest = page.partition(BEGIN)
-    _, _, tail = rest.partition(END)
-    return f"{head}{BEGIN}{figures}{END}{tail}"
+def kind_of(figures: Figures) -> str:
+    """Which place of the page they go to."""
+    return str(figures.get("what", "clone"))
+
+
+def put(page: str, figures: str, kind: str = "clone") -> str:
+    """The page with these figures between their marks."""
+    begin, end = MARKS[kind]
+    head, _, rest = page.partition(begin)
+    _, _, tail = rest.partition(end)
+    return f"{head}{begin}{figures}{end}{tail}"
+
+
+def _clone_rows(figures: Figures) -> list[tuple[str, int]]:
+    return [
+        ("clones", figures["clones"]),
+        ("processes of `millrace clone`", figures["processes"]),
+        *_interruptions(figures),
+        ("most in a row of the same clone", figures["most_in_one_clone"]),
+        ("tables compared under the snapshot", figures["tables_compared"]),
+        ("rows compared", figures["rows_compared"]),
+        ("transactions on the source meanwhile", figures["transactions_meanwhile"]),
+        ("**differences**", figures["differences"]),
+    ]
+
+
+def _follow_rows(figures: Figures) -> list[tuple[str, int]]:
+    return [
+        ("streams", figures["streams"]),
+        ("rounds, each ended and compared", figures["rounds"]),
+        ("processes of `millrace`", figures["processes"]),
+        *_interruptions(figures),
+        ("columns added in mid-stream", figures["columns_added"]),
+        ("transactions on the source meanwhile", figures["transactions_meanwhile"]),
+        ("rows changed by them", figures["rows_changed"]),
+        ("transactions rolled back", figures["transactions_rolled_back"]),
+        ("looks at the target for half a transaction", figures["torn_looks"]),
+        ("tables compared", figures["tables_compared"]),
+        ("rows compared", figures["rows_compared"]),
+        ("**differences**", figures["differences"]),
+    ]
+
+
+def _interruptions(figures: Figures) -> list[tuple[str, int]]:
+    kinds = sorted(figures["interruptions"].items(), key=lambda pair: -pair[1])
+    return [*kinds, ("**interruptions**", figures["total_interruptions"])]
 
 
 def main() -> None:
-    paths = [Path(name) for name in sys.argv[1:]] or [FIGURES]
-    text = "\n".join(render(json.loads(path.read_text())) for path in paths)
-    PAGE.write_text(put(PAGE.read_text(encoding="utf-8"), text), encoding="utf-8")
-    sys.stdout.write(text)
+    paths = [Path(name) for name in sys.argv[1:]] or [path for path in FIGURES if path.exists()]
+    found = [json.loads(path.read_text()) for path in paths]
+    page = PAGE.read_text(encoding="utf-8")
+    for kind in MARKS:
+        text = "\n".join(render(one) for one in found if kind_of(one) == kind)
+        if text:
+            page = put(page, text, kind)
+            sys.stdout.write(text)
+    PAGE.write_text(page, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What is done to a clone, and when: drawn by Hypothesis, written down as JSON.
+"""What is done to a clone or a stream, and when: drawn by Hypothesis, written down as JSON.
 
 Invariant: the same seed gives the same schedules, and a schedule read from its file is the one
 that was written.
@@ -13,11 +13,21 @@ from pathlib import Path
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
-from tests.torture.failpoints import AFTER, BEFORE, BESIDE, FAILPOINTS, REPEATED, TASK
+from tests.torture.failpoints import (
+    AFTER,
+    APPLY,
+    BEFORE,
+    BESIDE,
+    FAILPOINTS,
+    RECEIVER,
+    REPEATED,
+    STREAM,
+    TASK,
+)
 
 
 class Kind(StrEnum):
-    """What happens to the clone; the value is how the figures call it."""
+    """What happens; the value is how the figures call it."""
 
     KILL_DRIVER = "SIGKILL driver"
     KILL_JVM = "SIGKILL JVM"
@@ -29,8 +39,31 @@ class Kind(StrEnum):
     CUT_SOURCE = "wire cut, source"
     CUT_TARGET = "wire cut, target"
     RESTART_TARGET = "target restarted"
+    # Of a stream only: a clone's snapshot ends with the source.
+    RESTART_SOURCE = "source restarted, fast"
+    CRASH_SOURCE = "source restarted, immediate"
+    KILL_RECEIVER = "SIGKILL receiver"
+    KILL_EXECUTOR = "SIGKILL executor"
 
 
+STREAM_KINDS = (
+    Kind.RESTART_SOURCE,
+    Kind.CRASH_SOURCE,
+    Kind.KILL_RECEIVER,
+    Kind.KILL_EXECUTOR,
+)
+CLONE_KINDS = tuple(kind for kind in Kind if kind not in STREAM_KINDS)
+# What a running `millrace follow` goes on after, by itself.
+SURVIVED = (
+    Kind.KILL_WORKER,
+    Kind.KILL_DAEMON,
+    Kind.KILL_RECEIVER,
+    Kind.KILL_EXECUTOR,
+    Kind.CUT_SOURCE,
+    Kind.CUT_TARGET,
+    Kind.RESTART_SOURCE,
+    Kind.CRASH_SOURCE,
+)
 SIDES = {Kind.CUT_SOURCE: "source", Kind.CUT_TARGET: "target"}
 
 
@@ -39,6 +72,7 @@ class After(StrEnum):
 
     FAILPOINT = "failpoint"
     PARTS = "parts committed"
+    TRANSACTIONS = "transactions applied"
     SOURCE_BYTES = "bytes to and from the source"
     TARGET_BYTES = "bytes to and from the target"
 
@@ -89,7 +123,7 @@ _AFTER_SOME = st.one_of(
     _BYTES.map(lambda n: Moment(After.SOURCE_BYTES, number=n)),
     _BYTES.map(lambda n: Moment(After.TARGET_BYTES, number=n)),
 )
-_KINDS = st.sampled_from(Kind)
+_KINDS = st.sampled_from(CLONE_KINDS)
 
 
 def _interruptions(moments: st.SearchStrategy[Moment]) -> st.SearchStrategy[Interruption]:
@@ -123,7 +157,7 @@ def schedules_of_every_kind() -> st.SearchStrategy[Schedule]:
         Kind.KILL_WORKER: during,
         Kind.KILL_DAEMON: during,
     }
-    return st.permutations(list(Kind)).flatmap(
+    return st.permutations(CLONE_KINDS).flatmap(
         lambda kinds: st.tuples(
             *(
                 st.builds(Interruption, st.just(kind), at_byte.get(kind, anywhere), st.booleans())
@@ -149,6 +183,50 @@ def long_schedules(count: int) -> st.SearchStrategy[Schedule]:
     return moments.flatmap(
         lambda found: st.tuples(*(_interruptions(st.just(moment)) for moment in found))
     )
+
+
+# Of a stream. A big transaction has megabytes, most have a few hundred bytes.
+_SOME_BYTES = st.one_of(st.integers(1, 2_000), st.integers(2_000, 3_000_000))
+_WHILE_FOLLOWING = st.one_of(
+    _at_one_of(STREAM),
+    st.integers(1, 60).map(lambda n: Moment(After.TRANSACTIONS, number=n)),
+    _SOME_BYTES.map(lambda n: Moment(After.SOURCE_BYTES, number=n)),
+    _SOME_BYTES.map(lambda n: Moment(After.TARGET_BYTES, number=n)),
+)
+_WHILE_COPYING = _at_one_of(TASK[:3] + BESIDE[2:6] + AFTER[:5])
+# Whoever is stopped at a failpoint of the other kind is not there to be killed.
+_NOT_THERE = {Kind.KILL_WORKER: RECEIVER, Kind.KILL_RECEIVER: APPLY}
+
+
+def follow_schedules(
+    *, least: int = 8, most: int = 12, copying: bool = True, cluster: bool = False
+) -> st.SearchStrategy[Schedule]:
+    """Some interruptions of one stream: perhaps of its copy first, then of following."""
+    kinds = [kind for kind in Kind if cluster or kind is not Kind.KILL_EXECUTOR]
+    if cluster:
+        # The point of it; and without its JVM or driver it takes long to come back.
+        kinds = [kind for kind in kinds if kind not in (Kind.KILL_JVM, Kind.QUIT)]
+        kinds += 3 * [Kind.KILL_EXECUTOR]
+    # Those that it survives by itself come twice as often as those that end it.
+    often = (*kinds, *(kind for kind in kinds if kind in SURVIVED))
+    following = st.builds(
+        Interruption, st.sampled_from(often), _WHILE_FOLLOWING, st.booleans()
+    ).filter(lambda one: one.moment.failpoint not in _NOT_THERE.get(one.kind, ()))
+    main = st.lists(following, min_size=least, max_size=most)
+    if not copying:
+        return main.map(tuple)
+    first = st.lists(_interruptions(_WHILE_COPYING), max_size=2)
+    return st.tuples(first, main).map(lambda stages: (*stages[0], *stages[1]))
+
+
+def every_stream_failpoint() -> Schedule:
+    """Whoever comes to a failpoint is killed there; halfway, the driver as well. Those of the
+    receiver and of apply in turn, because a task is tried four times only."""
+    killed = [(Kind.KILL_RECEIVER, name) for name in RECEIVER]
+    for number, name in enumerate(APPLY):
+        killed.insert(2 * number, (Kind.KILL_WORKER, name))
+    killed.insert(4, (Kind.KILL_DRIVER, RECEIVER[-1]))
+    return tuple(Interruption(kind, at(name), patient=True) for kind, name in killed)
 
 
 def draw(strategy: st.SearchStrategy[Schedule], number: int, count: int) -> list[Schedule]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.torture.report import BEGIN, END, put, render
+from tests.torture.report import MARKS, put, render
+
+BEGIN, END = MARKS["clone"]
 
 FIGURES = {
     "seed": 7, "clones": 2, "processes": 9, "interruptions": {"SIGINT": 3, "SIGKILL JVM": 4},
@@ -24,6 +26,22 @@ def test_figures_stand_between_the_marks_and_replace_the_last_ones() -> None:
     assert "| SIGKILL JVM | 4 |" in text
     assert "| **differences** | 0 |" in text
     assert "seed 7" in text
+
+
+def test_figures_of_streams_have_a_place_of_their_own() -> None:
+    page = Path("docs/reliability.md").read_text(encoding="utf-8")
+    text = render(
+        {
+            **FIGURES, "what": "follow", "streams": 3, "rounds": 8, "columns_added": 5,
+            "rows_changed": 4000, "transactions_rolled_back": 90, "torn_looks": 600,
+        }
+    )  # fmt: skip
+    put_there = put(page, text, "follow")
+    begin, end = MARKS["follow"]
+    assert put_there.split(begin)[1].split(end)[0] == text
+    assert put_there.split(BEGIN)[1].split(END)[0] == page.split(BEGIN)[1].split(END)[0]
+    assert "minutes of streams" in text
+    assert "| rows changed by them | 4,000 |" in text
 
 
 def test_failure_of_a_run_is_told_on_the_page() -> None:

@@ -1,0 +1,77 @@
+"""What a campaign has done so far, counted, and written as JSON.
+
+Invariant: the file of a run holds all that the page on reliability says of it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.torture.interrupt import CampaignFailed
+from tests.torture.pair import Verdict
+from tests.torture.schedule import Interruption
+
+
+@dataclass
+class Figures:
+    """Of any campaign."""
+
+    seed: int
+    processes: int = 0
+    interruptions: Counter[str] = field(default_factory=Counter)
+    moments: Counter[str] = field(default_factory=Counter)
+    # Drawn, but it was done before, or the process to be killed was not there.
+    not_reached: int = 0
+    tables_compared: int = 0
+    rows_compared: int = 0
+    differences: int = 0
+    transactions_meanwhile: int = 0
+    seconds: float = 0.0
+
+    @property
+    def total(self) -> int:
+        return sum(self.interruptions.values())
+
+    def count(self, interruption: Interruption) -> None:
+        """It was applied."""
+        self.interruptions[interruption.kind] += 1
+        self.moments[interruption.moment.after] += 1
+
+    def judge(self, verdict: Verdict) -> None:
+        """Count what was compared; a difference ends the campaign."""
+        self.tables_compared += verdict.tables
+        self.rows_compared += verdict.rows
+        self.differences += len(verdict.differences)
+        if verdict.differences:
+            raise CampaignFailed("\n".join(["the target differs:", *verdict.differences]))
+
+    def write(self, path: Path, **more: Any) -> None:
+        """The figures so far, as JSON."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        counted = {**vars(self), "total_interruptions": self.total, **more}
+        path.write_text(json.dumps(counted, indent=2) + "\n")
+
+
+@dataclass
+class CloneFigures(Figures):
+    """Of clones."""
+
+    clones: int = 0
+    most_in_one_clone: int = 0
+
+
+@dataclass
+class FollowFigures(Figures):
+    """Of streams: each is compared several times on its way."""
+
+    streams: int = 0
+    rounds: int = 0
+    rows_changed: int = 0
+    transactions_rolled_back: int = 0
+    columns_added: int = 0
+    # The target was looked at so often while changes were applied.
+    torn_looks: int = 0

@@ -12,6 +12,9 @@ Which columns are there depends on the operation:
     delete    old
     truncate  neither; a row for each table, with one lsn for the tables of one statement
 
+Partitions go by the name of the topmost table they belong to, but in a truncate by their own: what
+else the table holds stays.
+
 `old` has the columns of the replica identity, which are named in `key`: those of the primary key or
 of another index, or all with REPLICA IDENTITY FULL.
 """

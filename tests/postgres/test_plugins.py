@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import psycopg
@@ -17,7 +18,13 @@ from tests.fixtures.receiving import (
 
 from millrace.errors import PreflightError
 from millrace.postgres.embedded import Cluster
-from millrace.postgres.pgoutput import decode_begin, decode_commit, decode_truncate
+from millrace.postgres.pgoutput import (
+    RelationVersion,
+    decode_begin,
+    decode_commit,
+    decode_relation,
+    decode_truncate,
+)
 from millrace.stream.receive import receive
 from millrace.stream.spool import SpoolWriter
 
@@ -41,6 +48,9 @@ ALTER TABLE by_index REPLICA IDENTITY USING INDEX by_index_b_key;
 CREATE TABLE parted (id int PRIMARY KEY, v text) PARTITION BY RANGE (id);
 CREATE TABLE parted_1 (v text, id int NOT NULL);
 ALTER TABLE parted ATTACH PARTITION parted_1 FOR VALUES FROM (0) TO (10);
+CREATE TABLE parted_2 PARTITION OF parted FOR VALUES FROM (10) TO (30) PARTITION BY HASH (id);
+CREATE TABLE parted_2a PARTITION OF parted_2 FOR VALUES WITH (MODULUS 2, REMAINDER 0);
+CREATE TABLE parted_2b PARTITION OF parted_2 FOR VALUES WITH (MODULUS 2, REMAINDER 1);
 CREATE TABLE fk (id serial PRIMARY KEY, t int REFERENCES t);
 CREATE MATERIALIZED VIEW mv AS SELECT id FROM t;
 CREATE UNIQUE INDEX ON mv (id);
@@ -68,8 +78,11 @@ CHANGES = (
     "INSERT INTO parted VALUES (1, 'x')",
     "UPDATE parted SET v = 'y'",
     "UPDATE parted SET id = 2",
+    "UPDATE parted SET id = 12",
     "DELETE FROM parted",
     "TRUNCATE parted",
+    "TRUNCATE parted_1, nokey",
+    "TRUNCATE parted_2",
     "INSERT INTO fk (t) VALUES (3)",
     "REFRESH MATERIALIZED VIEW CONCURRENTLY mv",
     "TRUNCATE t, fk",
@@ -136,13 +149,49 @@ def test_rows_are_those_of_pgoutput(source: Source, tmp_path: Path) -> None:
 
 def test_relations_are_those_of_pgoutput(source: Source, tmp_path: Path) -> None:
     # Before any change of the schema the catalog is the one of the rows.
-    source.execute(*(change for change in CHANGES[:23]))
+    source.execute(*(change for change in CHANGES[:27]))
     source.receive(tmp_path, binary=False)
-    found = {m for m in received_messages(tmp_path) if m[:1] == b"R"}
-    expected = {m for m in source.expected() if m[:1] == b"R"}
-    # The server sends a partition's relation as well, though no row refers to it.
-    assert found - expected == set()
-    assert all(b"parted_1" in message for message in expected - found)
+    found = {_as_sent(relation) for relation in _relations(received_messages(tmp_path))}
+    assert found == set(_relations(source.expected()))
+
+
+def _relations(messages: list[bytes]) -> list[RelationVersion]:
+    return [decode_relation(message) for message in messages if message[:1] == b"R"]
+
+
+def _as_sent(relation: RelationVersion) -> RelationVersion:
+    """As the server describes a partition: it knows of no root."""
+    own = relation.partition
+    if own is None:
+        return relation
+    assert (relation.schema, relation.name) == ("public", "parted")
+    return replace(relation, schema=own.schema, name=own.name, partition=None)
+
+
+def test_truncated_partitions_come_with_their_bounds(source: Source, tmp_path: Path) -> None:
+    source.execute(
+        "INSERT INTO parted VALUES (1), (10), (11), (12), (13)",
+        "TRUNCATE parted_1",
+        "TRUNCATE parted_2, parted_1",
+        "INSERT INTO parted VALUES (1), (10), (11), (12), (13)",
+    )
+    source.receive(tmp_path, binary=False)
+    known: dict[int, RelationVersion] = {}
+    truncated = []
+    for message in received_messages(tmp_path):
+        if message[:1] == b"R":
+            known |= {relation.oid: relation for relation in _relations([message])}
+        if message[:1] == b"T":
+            truncated.append([known[oid].partition for oid in decode_truncate(message).relations])
+    for partition in (one for each in truncated for one in each):
+        assert partition is not None
+        assert partition.keys == (frozenset({"id"}),)
+        assert partition.condition == source.scalar(
+            f"SELECT pg_get_partition_constraintdef('{partition.name}'::regclass)"
+        )
+        assert partition.root_oid == source.scalar("SELECT 'parted'::regclass::oid::int8")
+    names = [sorted(one.name for one in each if one is not None) for each in truncated]
+    assert names == [["parted_1"], ["parted_1", "parted_2a", "parted_2b"]]
 
 
 def test_a_killed_receiver_goes_on(source: Source, tmp_path: Path) -> None:

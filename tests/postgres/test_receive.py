@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+import numpy as np
 import psycopg
 import pytest
-from tests.fixtures.changes import read_all
+from tests.fixtures.changes import Transaction, read_all
 from tests.fixtures.proxy import open_proxy
 from tests.fixtures.receiving import (
     ReceiveChild,
@@ -28,8 +29,12 @@ from tests.fixtures.tls import open_tls_cluster, tls_uri
 from millrace.config.dsn import Dsn
 from millrace.errors import ConfigError, ServerError, SlotLost
 from millrace.lsn import parse_lsn
+from millrace.postgres.connect import connect
 from millrace.postgres.embedded import Cluster, open_cluster
+from millrace.postgres.pgoutput import encode_frame, scan
 from millrace.stream import receive as receive_module
+from millrace.stream.partition import Partitions
+from millrace.stream.plugin import open_plugin
 from millrace.stream.receive import receive
 from millrace.stream.sentinel import Sentinel
 from millrace.stream.spool import SpoolReader, SpoolWriter, prune
@@ -592,3 +597,27 @@ def test_two_receivers_of_one_slot_do_not_get_along(source16: Source, tmp_path: 
             pytest.raises(ServerError, match=r"is active|somebody else"),
         ):
             receive(source.settings(), other)
+
+
+def test_the_end_of_a_transaction_that_was_never_sent_is_dropped(source16: Source) -> None:
+    # As version 18 sends it for some large ones that are rolled back, unasked.
+    abort = encode_frame(b"A" + (754).to_bytes(4, "big") + (755).to_bytes(4, "big"), 160)
+    parts = [Transaction(1).frames(), Transaction(2).frames()]
+    data = abort.join([b"", *parts, b""])
+    with connect(source16.dsn, "test") as catalog:
+        plugin = open_plugin(
+            "pgoutput",
+            catalog,
+            source16.slot,
+            "UTF8",
+            binary=True,
+            reconnect=lambda: connect(source16.dsn, "test"),
+            partitions=Partitions("UTF8"),
+        )
+        found = scan(np.frombuffer(data, np.uint8), len(data))
+        frames, messages = plugin.translate(memoryview(data), found)
+        assert bytes(frames) == b"".join(parts)
+        assert messages.consumed == len(frames)
+        found = scan(np.frombuffer(abort, np.uint8), len(abort))
+        frames, messages = plugin.translate(memoryview(abort), found)
+        assert (len(frames), len(messages)) == (0, 0)

@@ -108,6 +108,32 @@ def test_truncate_names_its_tables_together(pair: StreamPair, tmp_path: Path) ->
     assert " RESTART IDENTITY CASCADE;" in statements
 
 
+def test_partitions_go_by_their_root_but_are_truncated_themselves(
+    pair: StreamPair, tmp_path: Path
+) -> None:
+    pair.begin(
+        "CREATE TABLE m (id int PRIMARY KEY, v text) PARTITION BY RANGE (id)",
+        "CREATE TABLE m1 PARTITION OF m FOR VALUES FROM (0) TO (10)",
+        "CREATE TABLE m2 (v text, id int NOT NULL)",
+        "ALTER TABLE m ATTACH PARTITION m2 DEFAULT",
+        "CREATE TABLE other (id int PRIMARY KEY)",
+    )
+    pair.run(
+        "INSERT INTO m SELECT i, 'v' FROM generate_series(1, 20) i",
+        "UPDATE m SET id = id + 50 WHERE id < 5",
+        "TRUNCATE m1",
+    )
+    statements = replay(pair, tmp_path)
+    assert statements.count('"public"."m1"') == 1
+    assert "m2" not in statements
+    asked = {"public.m": 29, "public.m1": 1, "public.other": 0}
+    for table, count in asked.items():
+        lines = printed(tmp_path, "--table", table, "--format", "json").splitlines()
+        actions = [json.loads(line)["action"] for line in lines]
+        assert len([a for a in actions if a not in ("begin", "commit")]) == count
+        assert actions.count("truncate") == (count > 0)
+
+
 VALUES = [
     ("bool", "t"),
     ("int2", "-7"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from millrace.postgres.pgoutput import (
     UNCHANGED,
     Begin,
     Commit,
+    Partition,
     RelationColumn,
     RelationVersion,
     Truncate,
@@ -83,6 +85,28 @@ def test_names_are_decoded_in_the_given_encoding() -> None:
     assert pgoutput.decode_relation(raw, "latin-1") == relation
     with pytest.raises(FormatError, match="a name in utf-8"):
         pgoutput.decode_relation(raw)
+
+
+@pytest.mark.parametrize(
+    "partition",
+    [
+        Partition("s", "leaf", 7),
+        Partition("ä", "leaf", 2**32 - 1, (frozenset({"a", "b"}), frozenset({"ü"})), ""),
+        Partition("s", "leaf", 7, (), "(a = 'ö')", is_rehashed=True),
+    ],
+)
+def test_what_a_partition_is_itself_stands_behind_its_columns(partition: Partition) -> None:
+    relation = RelationVersion(
+        1, "s", "root", "d", (RelationColumn("a", 0, -1, True),), partition=partition
+    )
+    for encoding in ("utf-8", "latin-1"):
+        raw = pgoutput.encode_relation(relation, encoding)
+        assert pgoutput.decode_relation(raw, encoding) == relation
+        for size in range(
+            len(pgoutput.encode_relation(replace(relation, partition=None))) + 1, len(raw)
+        ):
+            with pytest.raises(FormatError):
+                pgoutput.decode_relation(raw[:size], encoding)
 
 
 def test_scan_finds_every_message_and_the_last_keepalive() -> None:

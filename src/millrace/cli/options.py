@@ -44,6 +44,7 @@ Directory = Annotated[
         "--dir",
         envvar="MILLRACE_DIR",
         help="Work directory of one run: its plan, its summary, Spark's log.",
+        resolve_path=True,  # Spark's executors have a working directory of their own
     ),
 ]
 Filters = Annotated[
@@ -143,6 +144,7 @@ Spool = Annotated[
     SpoolKind,
     typer.Option(
         envvar="MILLRACE_SPOOL",
+        metavar="[files|table]",
         help="Where received changes wait: in files of --dir, or in a table of the target, for "
         "Spark executors that can't read --dir. Chosen when the stream begins.",
         rich_help_panel=STREAM,

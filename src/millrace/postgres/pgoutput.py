@@ -11,6 +11,12 @@ A frame is what the server sends for each message while it replicates, a CopyDat
 All numbers are big-endian; times are microseconds since 2000. `scan` finds the boundaries for a
 whole buffer at once; the decoders below are for the few messages that are not rows.
 
+The Relation message of a partition gets the name of its root before it is spooled, and behind its
+columns what it is itself; all texts end with a zero byte:
+
+    root:4  keys:2  is_condition_known:1  is_rehashed:1  schema  name  condition  key*
+    key = columns:2  name*
+
 Facts: PostgreSQL documentation, "Streaming Replication Protocol" and "Logical Replication Message
 Formats"; src/backend/replication/logical/proto.c.
 """
@@ -34,8 +40,9 @@ Bytes = NDArray[np.uint8]
 FRAME_HEADER_BYTES: Final = 30
 # The server refuses to build anything larger than 1 GB; a length beyond that is damage.
 MAX_FRAME_BYTES: Final = 0x40000000
-# Neither streaming of transactions in progress nor two-phase commit is asked for, so these are all.
-KINDS: Final = b"BCORYIUDTM"
+# Neither streaming of transactions in progress nor two-phase commit is asked for. Version 18 sends
+# a Stream Abort all the same, for a large transaction that is rolled back after a part of it was.
+KINDS: Final = b"BCORYIUDTMA"
 
 _KEEPALIVE_BYTES = 4 + 1 + 8 + 8 + 1
 # A microsecond count since 2000 plus this is one since 1970.
@@ -140,7 +147,7 @@ def _be32(buffer: Bytes, at: int) -> Any:
 
 @kernel
 def _is_kind(value: Any) -> Any:
-    # B C D I M O R T U Y
+    # I U D B C R T Y O M A
     return (
         value == 73
         or value == 85
@@ -152,6 +159,7 @@ def _is_kind(value: Any) -> Any:
         or value == 89
         or value == 79
         or value == 77
+        or value == 65
     )
 
 
@@ -262,15 +270,32 @@ class RelationColumn:
 
 
 @dataclass(frozen=True)
+class Partition:
+    """What a relation is itself that goes by the name of the root it is a partition of."""
+
+    schema: str
+    name: str
+    root_oid: int
+    # Columns that tell any two rows of the root apart, whichever partitions they are in.
+    keys: tuple[frozenset[str], ...] = ()
+    # Which rows of the root it holds, as SQL; empty for all, None where nobody asked.
+    condition: str | None = None
+    # It may hold others on the target with the same bounds: hashes can differ between servers.
+    is_rehashed: bool = False
+
+
+@dataclass(frozen=True)
 class RelationVersion:
     """A table as it was from some position on."""
 
     oid: int
+    # Of the table, or of the root of its partitions.
     schema: str
     name: str
     # As in pg_class.relreplident: d, n, f or i.
     replica_identity: str
     columns: tuple[RelationColumn, ...]
+    partition: Partition | None = None
 
 
 @dataclass(frozen=True)
@@ -329,8 +354,12 @@ class _Reader:
         except UnicodeDecodeError:
             raise self._bad(f"expected a name in {encoding}", end - len(raw)) from None
 
+    @property
+    def is_at_end(self) -> bool:
+        return self._at == len(self._message)
+
     def end(self) -> None:
-        if self._at != len(self._message):
+        if not self.is_at_end:
             raise self._bad("expected the end of the message", self._at)
 
     def _bad(self, expected: str, at: int) -> FormatError:
@@ -365,8 +394,21 @@ def decode_relation(message: bytes, encoding: str = "utf-8") -> RelationVersion:
         column = reader.take_name(encoding)
         type_oid, modifier = reader.take(">Ii")
         columns.append(RelationColumn(column, type_oid, modifier, bool(flags & 1)))
+    partition = None if reader.is_at_end else _decode_partition(reader, encoding)
     reader.end()
-    return RelationVersion(oid, schema, name, identity.decode("latin-1"), tuple(columns))
+    return RelationVersion(oid, schema, name, identity.decode("latin-1"), tuple(columns), partition)
+
+
+def _decode_partition(reader: _Reader, encoding: str) -> Partition:
+    root_oid, key_count, is_condition_known, is_rehashed = reader.take(">IH??")
+    schema, name = reader.take_name(encoding), reader.take_name(encoding)
+    condition = reader.take_name(encoding)
+    keys = []
+    for _ in range(key_count):
+        (columns,) = reader.take(">H")
+        keys.append(frozenset(reader.take_name(encoding) for _ in range(columns)))
+    known = condition if is_condition_known else None
+    return Partition(schema, name, root_oid, tuple(keys), known, is_rehashed)
 
 
 def decode_truncate(message: bytes) -> Truncate:
@@ -409,6 +451,19 @@ def encode_relation(relation: RelationVersion, encoding: str = "utf-8") -> bytes
     for column in relation.columns:
         parts.append(bytes([column.is_key]) + column.name.encode(encoding) + b"\0")
         parts.append(struct.pack(">Ii", column.type_oid, column.type_modifier))
+    if relation.partition is not None:
+        parts.append(_encode_partition(relation.partition, encoding))
+    return b"".join(parts)
+
+
+def _encode_partition(partition: Partition, encoding: str) -> bytes:
+    condition = partition.condition
+    facts = (partition.root_oid, len(partition.keys), condition is not None, partition.is_rehashed)
+    names = [partition.schema, partition.name, condition or ""]
+    parts = [struct.pack(">IH??", *facts), *(name.encode(encoding) + b"\0" for name in names)]
+    for key in partition.keys:
+        parts.append(struct.pack(">H", len(key)))
+        parts += [name.encode(encoding) + b"\0" for name in sorted(key)]
     return b"".join(parts)
 
 

@@ -55,6 +55,11 @@ class Values:
     def columns(self, numbers: NDArray[np.int64]) -> Values:
         return Values(self.at[:, numbers], self.size[:, numbers])
 
+    def reorder(self, rows: NDArray[np.int64], columns: NDArray[np.int64]) -> None:
+        """In these rows, bring the columns into this order."""
+        self.at[rows] = self.at[rows[:, None], columns]
+        self.size[rows] = self.size[rows[:, None], columns]
+
 
 def beside(left: Values, right: Values) -> Values:
     """The columns of both, for the same rows."""
@@ -79,6 +84,13 @@ class Rows:
 
     def __len__(self) -> int:
         return len(self.kind)
+
+    def reorder(self, is_meant: NDArray[np.bool_], columns: NDArray[np.int64]) -> None:
+        """In some rows, bring the columns into this order."""
+        rows = np.flatnonzero(is_meant)
+        self.new.reorder(rows, columns)
+        if len(self.old):
+            self.old.reorder(rows, columns)
 
     def between(self, first: int, end: int) -> Rows:
         part = slice(first, end)

@@ -24,10 +24,10 @@ from millrace import failpoint
 from millrace.errors import ApplyError, InvariantError, MillraceError, ServerError
 from millrace.lsn import render_lsn
 from millrace.postgres.libpq import command_rows, copy_in, execute
-from millrace.postgres.quote import qualified
 from millrace.stream.progress import Applied
 from millrace.stream.settings import OnConflict
 from millrace.stream.statement import TablePlan
+from millrace.stream.truncate import truncate
 from millrace.stream.work import StagedRows, TableWork, TruncateWork, Work
 
 log = logging.getLogger(__name__)
@@ -80,22 +80,11 @@ class Applier:
             raise _named(error, work) from error
 
     def _truncate(self, work: TruncateWork) -> None:
-        # Several at once: they may reference each other. Tables that the source did not name
-        # are never emptied, so no CASCADE.
-        names = [
-            ("" if t.is_partitioned else "ONLY ") + qualified(t.schema, t.name) for t in work.tables
-        ]
-        restart = " RESTART IDENTITY" if work.restart_identity else ""
         try:
-            if work.is_whole:
-                execute(self._session, f"TRUNCATE {', '.join(names)}{restart}")
-            else:
-                # A table that a foreign key of another worker's table points to can't be
-                # truncated without that one.
-                for name in names:
-                    execute(self._session, f"DELETE FROM {name}")
+            truncate(self._session, work)
         except ServerError as error:
-            labels = ", ".join(f"{t.schema}.{t.name}" for t in work.tables)
+            tables = (*work.tables, *(one.table for one in work.partitions))
+            labels = ", ".join(f"{table.schema}.{table.name}" for table in tables)
             raise _apply_error(error, labels, work.lsn) from error
         self.applied.changes += 1
 

@@ -31,6 +31,7 @@ from millrace.stream.ahead import ahead
 from millrace.stream.apply import Applier
 from millrace.stream.position import open_position
 from millrace.stream.progress import Applied
+from millrace.stream.sentinel import FILE as SENTINEL_FILE
 from millrace.stream.sentinel import Sentinel
 from millrace.stream.settings import Left, OnConflict
 from millrace.stream.spool import Range, Reader
@@ -137,6 +138,13 @@ def log_retry(error: BaseException, pause: float) -> None:
     log.warning("%s; trying again in %.1f s", error, pause)
 
 
+def _find_sentinel(directory: Path | None) -> Sentinel | None:
+    """None where the work directory is not: no other one is made there."""
+    if directory is None or not (directory / SENTINEL_FILE).exists():
+        return None
+    return Sentinel(directory)
+
+
 class _Run:
     """The work of one task, over as many sessions as it takes."""
 
@@ -150,7 +158,7 @@ class _Run:
         self._batches = 0
         self._applied = Applied()
         self._deadline = time.monotonic() + task.seconds
-        self._sentinel = Sentinel(task.directory) if task.directory else None
+        self._sentinel = _find_sentinel(task.directory)
 
     def outcome(self, error: MillraceError | None) -> ApplyOutcome:
         return ApplyOutcome(

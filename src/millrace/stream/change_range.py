@@ -16,6 +16,7 @@ from millrace.lsn import render_lsn
 from millrace.postgres.encoding import python_encoding
 from millrace.stream.segment import list_segments
 from millrace.stream.sentinel import FILE, Sentinel
+from millrace.stream.settings import SpoolKind
 from millrace.stream.spool import FOLDER, Range, SpoolReader
 from millrace.stream.spool_index import RELATION, IndexFile
 
@@ -107,6 +108,11 @@ def _read_encoding(directory: Path) -> str:
         return "UTF8"
     with Sentinel(directory) as sentinel:
         setup = sentinel.read_setup()
+    if setup is not None and setup.spool == SpoolKind.TABLE:
+        raise WorkDirError(
+            f"the spool of {directory} is in a table of the target",
+            hint="changes can be read from a spool in files: begin a stream with --spool files",
+        )
     return setup.encoding if setup is not None else "UTF8"
 
 

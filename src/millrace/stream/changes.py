@@ -11,7 +11,7 @@ their positions. Memory is that of a chunk, or of one row if it is larger.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import numpy as np
@@ -81,12 +81,15 @@ class _Versions:
     relations: list[RelationVersion] = field(default_factory=list)
     first_column: list[int] = field(default_factory=list)
     columns: list[ColumnOrigin] = field(default_factory=list)
+    # By which names each is asked for.
+    names: list[tuple[TableName, ...]] = field(default_factory=list)
     _numbers: dict[RelationVersion, int] = field(default_factory=dict)
 
-    def number(self, relation: RelationVersion) -> int:
+    def number(self, relation: RelationVersion, *root: TableName) -> int:
         if relation not in self._numbers:
             self._numbers[relation] = len(self.relations)
             self.relations.append(relation)
+            self.names.append(((relation.schema, relation.name), *root))
             self.first_column.append(len(self.columns))
             label = f"{relation.schema}.{relation.name}"
             self.columns += [ColumnOrigin(column, label) for column in relation.columns]
@@ -202,7 +205,7 @@ class _Converter:
             first = end
             if at in truncates:
                 truncated[end] = [
-                    self._current_version(oid, int(messages.lsn[at]))
+                    self._truncated_version(oid, int(messages.lsn[at]))
                     for oid in truncates[at].relations
                 ]
                 counts[end] = len(truncated[end])
@@ -228,6 +231,16 @@ class _Converter:
         ]
         return np.array(versions, np.int64)[which.ravel()]
 
+    def _truncated_version(self, oid: int, lsn: int) -> int:
+        """Of a partition under its own name: the root may keep other rows."""
+        version = self._current_version(oid, lsn)
+        relation = self._versions.relations[version]
+        if relation.partition is None:
+            return version
+        own = relation.partition
+        itself = replace(relation, schema=own.schema, name=own.name, partition=None)
+        return self._versions.number(itself, (relation.schema, relation.name))
+
     def _current_version(self, oid: int, lsn: int) -> int:
         try:
             return self._current[oid]
@@ -239,7 +252,7 @@ class _Converter:
     def _wanted(self, rows: _Rows) -> _Rows:
         if self._tables is None:
             return rows
-        wanted = [(r.schema, r.name) in self._tables for r in self._versions.relations]
+        wanted = [not self._tables.isdisjoint(names) for names in self._versions.names]
         return rows.take(np.array(wanted, np.bool_)[rows.version])
 
     def _batch(

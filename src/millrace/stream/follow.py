@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Protocol
 
 from millrace.clone.engine import Engine
-from millrace.errors import ConnectionLost, WorkDirError
+from millrace.config.dsn import Dsn
+from millrace.errors import ConnectionLost, MillraceError, WorkDirError
 from millrace.lsn import render_lsn
 from millrace.postgres.connect import APPLICATION, cancel_sessions
 from millrace.stream.apply_task import ApplyTask, since_1970
@@ -108,8 +109,16 @@ def follow(
                 return _Follow(catchup, receiver, sentinel, reporter).run()
         finally:
             receiver.stop()
-            if settings.target:
-                cancel_sessions(settings.target, f"{APPLICATION} apply {setup.slot_name}%")
+            _end_sessions(settings.target, setup.slot_name)
+
+
+def _end_sessions(target: Dsn, slot: str) -> None:
+    """What workers left behind; a target that is away has ended them, and how the stream ended
+    counts for more."""
+    try:
+        cancel_sessions(target, f"{APPLICATION} apply {slot}%")
+    except MillraceError as error:
+        log.warning("%s", error)
 
 
 def apply_spooled(

@@ -4,6 +4,9 @@ Invariant: a table whose rows the source could not name (no replica identity) is
 inserts and truncates only. In one that publishes updates as well, the source's own UPDATE and
 DELETE on it would fail.
 
+Partitions are published under their own names: by way of their root, the server would not tell of a
+TRUNCATE of one of them. `stream.partition` gives their changes the name of the root.
+
 Facts: PostgreSQL documentation, "CREATE PUBLICATION"; relcache.c, RelationGetIndexList() (which
 index is the identity); execReplication.c, CheckCmdReplicaIdentity() (of a partition, its own
 identity counts, whichever table is published).
@@ -27,7 +30,7 @@ COMMENT: Final = "made by millrace for replication slot "
 # PostgreSQL's names end after 63 bytes.
 _NAME_BYTES = 63
 _SUFFIX = "_insert_only"
-# With partitions published by way of their root, a table that has no parent stands for all below.
+# A table that has no parent stands for all below, also for what is attached later.
 # `has_identity` is that of the table and of everything below it.
 _TABLES = """
 WITH identity AS (
@@ -190,6 +193,6 @@ def _create(
     for_tables = f" FOR TABLE {listed}" if listed else ""
     connection.execute(
         f"CREATE PUBLICATION {ident(name)}{for_tables}"
-        f" WITH (publish = '{publish}', publish_via_partition_root = true)"
+        f" WITH (publish = '{publish}', publish_via_partition_root = false)"
     )
     connection.execute(f"COMMENT ON PUBLICATION {ident(name)} IS {literal(COMMENT + slot)}")

@@ -2,13 +2,15 @@
 
 Invariant: within a section the order of changes of each table is the source's, and all rows of a
 table have one version; a changed version and a TRUNCATE end a section. Sections in their order
-mean what the frames mean.
+mean what the frames mean. The partitions of a root are one table, so that a row that moves from one
+to another is one row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +26,7 @@ from millrace.postgres.pgoutput import (
     scan,
 )
 from millrace.postgres.pgoutput_tuple import BINARY, TEXT, Rows, locate
+from millrace.stream.layout import Layout, plan_layouts
 
 _ROWS = np.array([ord("I"), ord("U"), ord("D")], np.uint8)
 _BOUNDARIES = np.array([ord("R"), ord("T")], np.uint8)
@@ -79,20 +82,16 @@ def _message(buffer: Bytes, messages: Messages, at: int) -> bytes:
 def _truncated(
     truncate: Truncate, relations: dict[int, RelationVersion], lsn: int
 ) -> TruncatedTables:
+    for oid in truncate.relations:
+        if oid not in relations:
+            raise _not_described(oid, lsn)
     return TruncatedTables(
-        tuple(_relation(relations, oid, lsn) for oid in truncate.relations),
-        truncate.restart_identity,
-        lsn,
+        tuple(relations[oid] for oid in truncate.relations), truncate.restart_identity, lsn
     )
 
 
-def _relation(relations: dict[int, RelationVersion], oid: int, lsn: int) -> RelationVersion:
-    try:
-        return relations[oid]
-    except KeyError:
-        raise FormatError(
-            f"a change of relation {oid} came before its description", lsn=lsn
-        ) from None
+def _not_described(oid: int, lsn: int) -> FormatError:
+    return FormatError(f"a change of relation {oid} came before its description", lsn=lsn)
 
 
 def _rows(
@@ -104,18 +103,61 @@ def _rows(
 ) -> Iterator[TableRows]:
     numbers = begin + np.flatnonzero(np.isin(messages.kind[begin:end], _ROWS))
     owners = messages.relation[numbers]
-    for oid in np.unique(owners):
-        chosen = numbers[owners == oid]
-        relation = _relation(relations, int(oid), int(messages.lsn[chosen[0]]))
-        rows = locate(
-            buffer,
-            messages.kind[chosen],
-            messages.offset[chosen],
-            messages.length[chosen],
-            messages.lsn[chosen],
-            len(relation.columns),
-        )
-        yield from _by_format(relation, rows)
+    oids: list[int] = np.unique(owners).tolist()
+    for oid in oids:
+        if oid not in relations:
+            raise _not_described(oid, int(messages.lsn[numbers[owners == oid][0]]))
+    for together in _by_name([relations[oid] for oid in oids]):
+        ours = [relation.oid for relation in together]
+        if len(ours) == 1:
+            chosen = numbers[owners == ours[0]]
+            yield from _located(buffer, messages, chosen, Layout.of(together))
+            continue
+        chosen = numbers[np.isin(owners, ours)]
+        for layout, part in _by_layout(messages, chosen, together):
+            yield from _located(buffer, messages, part, layout)
+
+
+def _by_name(relations: list[RelationVersion]) -> list[list[RelationVersion]]:
+    """The partitions of each root together."""
+    groups: dict[tuple[str, str], list[RelationVersion]] = {}
+    for relation in relations:
+        groups.setdefault((relation.schema, relation.name), []).append(relation)
+    return list(groups.values())
+
+
+def _by_layout(
+    messages: Messages, chosen: NDArray[np.int64], relations: list[RelationVersion]
+) -> Iterator[tuple[Layout, NDArray[np.int64]]]:
+    """The rows of one name, cut where they can't go on together; most often that is nowhere."""
+    layouts = plan_layouts(relations)
+    if len(layouts) == 1:
+        yield layouts[0], chosen
+        return
+    owners = messages.relation[chosen]
+    number = np.empty(len(chosen), np.int64)
+    for at, layout in enumerate(layouts):
+        number[np.isin(owners, list(layout.places))] = at
+    cuts = [0, *(1 + np.flatnonzero(np.diff(number))).tolist(), len(chosen)]
+    for first, end in pairwise(cuts):
+        yield layouts[number[first]], chosen[first:end]
+
+
+def _located(
+    buffer: Bytes, messages: Messages, chosen: NDArray[np.int64], layout: Layout
+) -> Iterator[TableRows]:
+    rows = locate(
+        buffer,
+        messages.kind[chosen],
+        messages.offset[chosen],
+        messages.length[chosen],
+        messages.lsn[chosen],
+        len(layout.relation.columns),
+    )
+    for oid, places in layout.places.items():
+        if places is not None:
+            rows.reorder(messages.relation[chosen] == oid, places)
+    yield from _by_format(layout.relation, rows)
 
 
 def _by_format(relation: RelationVersion, rows: Rows) -> Iterator[TableRows]:

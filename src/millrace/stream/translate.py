@@ -6,7 +6,7 @@ not sent is NULL in an old key, unchanged in an update, and never made up.
 These plugins name tables and columns, but neither keys nor OIDs; those come from the catalog as it
 is now, read again when a name is new. As with our publications, partitions go by the name of their
 root, generated columns are left out, and of a table without replica identity only inserts and
-TRUNCATE are followed.
+TRUNCATE are followed. A TRUNCATE is one of the partitions alone, as the server tells it.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ from millrace.postgres.plugin_change import (
     RowText,
     TruncateText,
 )
+from millrace.stream.partition import Partitions, as_partition
 
 log = logging.getLogger(__name__)
 
@@ -60,17 +61,17 @@ Connection = psycopg.Connection[tuple[Any, ...]]
 # Their NaN and infinity come as null from an old wal2json.
 _NUMBERS_OIDS = (700, 701, 1700)
 
-# What a name in a message can be: a table, a partition (which goes by its root), or something that
-# is not followed, such as a materialized view that is refreshed concurrently.
+# What a name in a message can be: a table, a partition or partitioned table, or something that is
+# not followed, such as a materialized view that is refreshed concurrently.
 _TABLES = """
 SELECT n.nspname, c.relname, c.relkind IN ('r', 'p') AND n.nspname NOT IN
          ('millrace', 'replication', 'information_schema') AND n.nspname !~ '^pg_',
-       root.oid::int8, rn.nspname, root.relname, root.relreplident::text, c.relreplident::text,
-       array(SELECT a.attname::text FROM pg_attribute a WHERE a.attrelid = root.oid
+       c.oid::int8, c.relkind = 'p', c.relispartition, c.relreplident::text,
+       array(SELECT a.attname::text FROM pg_attribute a WHERE a.attrelid = c.oid
               AND a.attnum > 0 AND NOT a.attisdropped AND a.attgenerated = '' ORDER BY a.attnum),
-       array(SELECT a.atttypid::int8 FROM pg_attribute a WHERE a.attrelid = root.oid
+       array(SELECT a.atttypid::int8 FROM pg_attribute a WHERE a.attrelid = c.oid
               AND a.attnum > 0 AND NOT a.attisdropped AND a.attgenerated = '' ORDER BY a.attnum),
-       array(SELECT a.atttypmod FROM pg_attribute a WHERE a.attrelid = root.oid
+       array(SELECT a.atttypmod FROM pg_attribute a WHERE a.attrelid = c.oid
               AND a.attnum > 0 AND NOT a.attisdropped AND a.attgenerated = '' ORDER BY a.attnum),
        array(SELECT a.attname::text FROM pg_attribute a WHERE a.attrelid = c.oid
               AND a.attnum > 0 AND NOT a.attisdropped AND a.attgenerated <> ''),
@@ -81,9 +82,6 @@ SELECT n.nspname, c.relname, c.relkind IN ('r', 'p') AND n.nspname NOT IN
                                         WHEN 'i' THEN i.indisreplident END)
   FROM pg_class c
   JOIN pg_namespace n ON n.oid = c.relnamespace
-  JOIN pg_class root ON root.oid = CASE WHEN c.relispartition
-                                        THEN pg_partition_root(c.oid) ELSE c.oid END
-  JOIN pg_namespace rn ON rn.oid = root.relnamespace
  WHERE c.relkind IN ('r', 'p', 'm')
 """
 
@@ -92,17 +90,21 @@ SELECT n.nspname, c.relname, c.relkind IN ('r', 'p') AND n.nspname NOT IN
 class KnownTable:
     """A table by the name that a plugin calls it."""
 
-    is_followed: bool
-    # Of the table itself, or of the root of its partitions.
-    oid: int
     schema: str
     name: str
-    root_identity: str
-    # Of the table itself, as in pg_class.relreplident.
+    is_followed: bool
+    oid: int
+    is_partitioned: bool
+    is_partition: bool
+    # As in pg_class.relreplident.
     replica_identity: str
     types: dict[str, tuple[int, int]]
     generated: frozenset[str]
     key: frozenset[str]
+
+    @property
+    def label(self) -> tuple[str, str]:
+        return self.schema, self.name
 
     @property
     def has_identity(self) -> bool:
@@ -115,7 +117,12 @@ class TextPlugin:
     is_text = True
 
     def __init__(
-        self, name: str, catalog: Connection, encoding: str, reconnect: Callable[[], Connection]
+        self,
+        name: str,
+        catalog: Connection,
+        encoding: str,
+        reconnect: Callable[[], Connection],
+        partitions: Partitions,
     ) -> None:
         self._name = name
         self._module: ModuleType = {"test_decoding": test_decoding, "wal2json": wal2json}[name]
@@ -125,6 +132,8 @@ class TextPlugin:
         self._to = python_encoding(encoding)
         self._reconnect = reconnect
         self._tables = _read_tables(catalog)
+        self._partitions = partitions
+        self._partitions.read(catalog)
         if name == "wal2json":
             self._check_numbers(catalog)
         # The version of each relation that was sent last on this connection.
@@ -208,23 +217,19 @@ class TextPlugin:
             return
         lsn, change = self._truncate
         self._truncate = None
-        oids: list[int] = []
-        for schema, name in change.tables:
-            table = self._table(schema, name, lsn)
-            if not table.is_followed or table.oid in oids:
-                continue
-            is_root = (table.schema, table.name) == (schema, name)
-            if not is_root and (table.schema, table.name) not in change.tables:
-                raise PreflightError(
-                    f"TRUNCATE of the partition {schema}.{name} alone, at {render_lsn(lsn)}, can't "
-                    "be followed",
-                    hint="truncate it on the target too, and make a new clone; or DELETE its rows",
-                )
-            self._put_relation(self._relation(table, None, None, lsn, may_omit=True), lsn, out)
-            oids.append(table.oid)
-        if oids:
-            truncate = Truncate(tuple(oids), change.cascade, change.restart_identity)
-            out.append(encode_frame(encode_truncate(truncate), lsn))
+        tables = [self._table(*label, lsn) for label in dict.fromkeys(change.tables)]
+        tables = [table for table in tables if table.is_followed and not table.is_partitioned]
+        if not tables:
+            return
+        relations = [self._relation(table, None, None, lsn, may_omit=True) for table in tables]
+        if partitions := [one.oid for one in relations if one.partition is not None]:
+            with self._reconnect() as catalog:
+                self._partitions.read_conditions(catalog, partitions)
+        for relation in relations:
+            self._put_relation(self._partitions.with_condition(relation), lsn, out)
+        oids = tuple(relation.oid for relation in relations)
+        truncate = Truncate(oids, change.cascade, change.restart_identity)
+        out.append(encode_frame(encode_truncate(truncate), lsn))
 
     def _table(self, schema: str, name: str, lsn: int) -> KnownTable:
         found = self._tables.get((schema, name))
@@ -257,7 +262,7 @@ class TextPlugin:
             names = [*names, *(name for name in seen if name not in names)]
         if not set(names) <= set(table.types):
             self._read_again()
-            table = self._table(table.schema, table.name, lsn)
+            table = self._table(*table.label, lsn)
         columns = tuple(
             RelationColumn(
                 name,
@@ -266,7 +271,11 @@ class TextPlugin:
             )
             for name in names
         )
-        return RelationVersion(table.oid, table.schema, table.name, table.root_identity, columns)
+        relation = RelationVersion(
+            table.oid, table.schema, table.name, table.replica_identity, columns
+        )
+        partition = self._partitions.find(table.oid) if table.is_partition else None
+        return relation if partition is None else as_partition(relation, partition)
 
     def _put_relation(self, relation: RelationVersion, lsn: int, out: list[bytes]) -> None:
         if self._sent.get(relation.oid) != relation:
@@ -286,16 +295,17 @@ class TextPlugin:
         return values
 
     def _warn(self, table: KnownTable) -> None:
-        label = (table.schema, table.name)
-        if label not in self._warned:
-            self._warned.add(label)
+        if table.label not in self._warned:
+            self._warned.add(table.label)
             log.warning(
-                "%s.%s has no replica identity: its updates and deletes are not followed", *label
+                "%s.%s has no replica identity: its updates and deletes are not followed",
+                *table.label,
             )
 
     def _read_again(self) -> None:
         with self._reconnect() as catalog:
             self._tables |= _read_tables(catalog)
+            self._partitions.read(catalog)
 
     def _check_numbers(self, catalog: Connection) -> None:
         """Ask for numbers as strings; without that, NaN and infinity would become NULL."""
@@ -339,37 +349,24 @@ def _knows_option(catalog: Connection) -> bool:
 def _read_tables(catalog: Connection) -> dict[tuple[str, str], KnownTable]:
     with translated("reading the source's tables"):
         rows = catalog.execute(_TABLES).fetchall()
-    return {
-        (schema, name): KnownTable(
-            is_followed,
-            oid,
-            root_schema,
-            root_name,
-            root_identity,
-            identity,
-            {
-                column: (type_oid, modifier)
-                for column, type_oid, modifier in zip(columns, types, modifiers, strict=True)
-            },
-            frozenset(generated),
-            frozenset(key),
-        )
-        for (
-            schema,
-            name,
-            is_followed,
-            oid,
-            root_schema,
-            root_name,
-            root_identity,
-            identity,
-            columns,
-            types,
-            modifiers,
-            generated,
-            key,
-        ) in rows
-    }
+    return {table.label: table for table in map(_known_table, rows)}
+
+
+def _known_table(row: tuple[Any, ...]) -> KnownTable:
+    schema, name, is_followed, oid, is_partitioned, is_partition, identity, *lists = row
+    columns, types, modifiers, generated, key = lists
+    return KnownTable(
+        schema,
+        name,
+        is_followed,
+        oid,
+        is_partitioned,
+        is_partition,
+        identity,
+        dict(zip(columns, zip(types, modifiers, strict=True), strict=True)),
+        frozenset(generated),
+        frozenset(key),
+    )
 
 
 def _without(row: Row | None, names: frozenset[str]) -> Row | None:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from millrace.errors import ApplyError
 from millrace.postgres.connect import translated
 from millrace.postgres.copy_format import encode_binary, encode_text
-from millrace.postgres.pgoutput import Bytes, RelationVersion
+from millrace.postgres.pgoutput import Bytes, Partition, RelationVersion
 from millrace.postgres.pgoutput_tuple import Values, beside
 from millrace.stream.fold import Lines, fold
 from millrace.stream.settings import Left
@@ -59,10 +59,23 @@ class TableWork:
 
 
 @dataclass(frozen=True)
+class TruncatedPartitions:
+    """Partitions of the source below one root, and what the target has for the root."""
+
+    table: TargetTable
+    partitions: tuple[Partition, ...]
+
+    @property
+    def label(self) -> str:
+        return f"{self.table.schema}.{self.table.name}"
+
+
+@dataclass(frozen=True)
 class TruncateWork:
     """One TRUNCATE."""
 
     tables: tuple[TargetTable, ...]
+    partitions: tuple[TruncatedPartitions, ...]
     restart_identity: bool
     lsn: int
     # False if some of its tables are another worker's.
@@ -108,12 +121,27 @@ class Preparer:
 
     def _truncate_work(self, section: TruncatedTables) -> TruncateWork | None:
         own = [relation for relation in section.relations if self._share.has(relation)]
-        tables = [self._table(relation) for relation in own]
+        tables = [self._table(relation) for relation in own if relation.partition is None]
         kept = tuple(table for table in tables if table is not None)
-        if not kept:
+        partitions = tuple(self._truncated_partitions(own))
+        if not kept and not partitions:
             return None
         is_whole = len(own) == len(section.relations)
-        return TruncateWork(kept, section.restart_identity, section.lsn, is_whole)
+        return TruncateWork(kept, partitions, section.restart_identity, section.lsn, is_whole)
+
+    def _truncated_partitions(
+        self, relations: list[RelationVersion]
+    ) -> Iterator[TruncatedPartitions]:
+        """Which tables of the target they are is found out when it is done: looking at the bounds
+        of a partition waits for whoever has just truncated it."""
+        roots: dict[tuple[str, str], list[RelationVersion]] = {}
+        for relation in relations:
+            if relation.partition is not None:
+                roots.setdefault((relation.schema, relation.name), []).append(relation)
+        for group in roots.values():
+            table = self._table(group[0])
+            if table is not None:
+                yield TruncatedPartitions(table, tuple(r.partition for r in group if r.partition))
 
     def _plan(self, relation: RelationVersion, is_binary: bool) -> TablePlan | None:
         known = (relation, is_binary)

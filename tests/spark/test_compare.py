@@ -19,7 +19,7 @@ from millrace.clone.compare_run import CompareSettings, compare_data, compare_sc
 from millrace.clone.run import clone
 from millrace.clone.settings import CloneSettings
 from millrace.config.dsn import Dsn
-from millrace.errors import ConfigError
+from millrace.errors import ConfigError, ServerError
 from millrace.postgres import catalog
 from millrace.postgres.connect import connect
 from millrace.postgres.describe import read_compared_relations
@@ -312,3 +312,13 @@ def test_a_difference_ends_the_program_with_exit_code_9(source_db: str, target_d
     assert "id=2" in data.stdout
     assert "1 of 1 tables differ" in data.stdout
     assert "secret" not in data.stdout + data.stderr
+
+
+def _refuse(argument: str, attempt: int) -> str:
+    raise ServerError(f"{argument} at attempt {attempt}", hint="look there", sqlstate="58000")
+
+
+def test_an_error_of_a_task_is_told_as_it_is_and_not_tried_again(engine: Engine) -> None:
+    with pytest.raises(ServerError, match=r"^gone at attempt 0$") as caught:
+        engine.call(_refuse, "gone", "refuse")
+    assert (caught.value.hint, caught.value.facts["sqlstate"]) == ("look there", "58000")

@@ -122,7 +122,7 @@ class Engine:
         assert context is not None
         try:
             context.setJobGroup(description, description, interruptOnCancel=True)
-            results: list[R] = (
+            results: list[R | MillraceError] = (
                 context.parallelize([argument], 1).mapPartitions(_task(body)).collect()
             )
         except Exception as error:
@@ -135,7 +135,10 @@ class Engine:
                     "has its last words",
                 ) from None
             raise _task_error(error, description) from error
-        return results[0]
+        (result,) = results
+        if isinstance(result, MillraceError):
+            raise result
+        return result
 
     def cancel(self) -> None:
         """Stop every running task; those of a JVM that was killed end by themselves."""
@@ -260,13 +263,18 @@ def _nothing(argument: int, attempt: int) -> int:
     return argument + attempt
 
 
-def _task(body: Callable[[A, int], R]) -> Callable[[Any], list[R]]:
-    def run(arguments: Any) -> list[R]:
+def _task(body: Callable[[A, int], R]) -> Callable[[Any], list[R | MillraceError]]:
+    """An error of ours is a result: trying again is not for Spark to decide."""
+
+    def run(arguments: Any) -> list[R | MillraceError]:
         from pyspark import TaskContext
 
         context = TaskContext.get()
         attempt = context.attemptNumber() if context else 0
-        return [body(argument, attempt) for argument in arguments]
+        try:
+            return [body(argument, attempt) for argument in arguments]
+        except MillraceError as error:
+            return [error]
 
     return run
 

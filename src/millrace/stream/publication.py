@@ -23,6 +23,7 @@ import psycopg
 from millrace.errors import PreflightError
 from millrace.postgres.connect import translated
 from millrace.postgres.quote import ident, literal, qualified
+from millrace.postgres.schemas import USER_SCHEMA
 
 Connection = psycopg.Connection[tuple[Any, ...]]
 
@@ -32,7 +33,7 @@ _NAME_BYTES = 63
 _SUFFIX = "_insert_only"
 # A table that has no parent stands for all below, also for what is attached later.
 # `has_identity` is that of the table and of everything below it.
-_TABLES = """
+_TABLES = f"""
 WITH identity AS (
     SELECT c.oid, c.relreplident = 'f' OR EXISTS (
              SELECT FROM pg_index i
@@ -52,7 +53,7 @@ SELECT c.oid::int8, n.nspname, c.relname, c.relkind,
   JOIN pg_namespace n ON n.oid = c.relnamespace
   JOIN identity ON identity.oid = c.oid
  WHERE c.relkind IN ('r', 'p') AND NOT c.relispartition AND c.relpersistence = 'p'
-   AND n.nspname !~ '^pg_' AND n.nspname NOT IN ('information_schema', 'millrace', 'replication')
+   AND {USER_SCHEMA}
    AND (NOT EXISTS (SELECT FROM pg_depend e WHERE e.classid = 'pg_class'::regclass
                        AND e.objid = c.oid AND e.deptype = 'e')
         OR EXISTS (SELECT FROM pg_extension x, unnest(x.extconfig, x.extcondition) AS t (oid, rows)

@@ -52,6 +52,7 @@ from millrace.postgres.plugin_change import (
     RowText,
     TruncateText,
 )
+from millrace.postgres.schemas import USER_SCHEMA
 from millrace.stream.partition import Partitions, as_partition
 
 log = logging.getLogger(__name__)
@@ -63,9 +64,8 @@ _NUMBERS_OIDS = (700, 701, 1700)
 
 # What a name in a message can be: a table, a partition or partitioned table, or something that is
 # not followed, such as a materialized view that is refreshed concurrently.
-_TABLES = """
-SELECT n.nspname, c.relname, c.relkind IN ('r', 'p') AND n.nspname NOT IN
-         ('millrace', 'replication', 'information_schema') AND n.nspname !~ '^pg_',
+_TABLES = f"""
+SELECT n.nspname, c.relname, c.relkind IN ('r', 'p') AND {USER_SCHEMA},
        c.oid::int8, c.relkind = 'p', c.relispartition, c.relreplident::text,
        array(SELECT a.attname::text FROM pg_attribute a WHERE a.attrelid = c.oid
               AND a.attnum > 0 AND NOT a.attisdropped AND a.attgenerated = '' ORDER BY a.attnum),

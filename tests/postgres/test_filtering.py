@@ -24,6 +24,8 @@ from millrace.postgres.dump import dump_schema
 from millrace.postgres.embedded import Cluster
 from millrace.postgres.script import run_script
 from millrace.relation import SourceCatalog, Table
+from millrace.stream.begin import read_left
+from millrace.stream.settings import Left
 
 SCHEMA = """
 CREATE SCHEMA app;
@@ -585,3 +587,31 @@ def test_pgcopydb_copies_the_same_tables(source: str, tmp_path: Path, text: str)
     found, _ = read_catalog(source, text)
     # It lists partitioned tables, too; they have no rows.
     assert {table.label for table in found.tables} == theirs - {"app.measure", "app.measure_2024"}
+
+
+PARTED = """
+CREATE TABLE parted (id int, at date, v text) PARTITION BY RANGE (id);
+CREATE TABLE parted_1 PARTITION OF parted FOR VALUES FROM (0) TO (10);
+CREATE TABLE parted_2 PARTITION OF parted DEFAULT PARTITION BY LIST (at);
+CREATE TABLE parted_2_a PARTITION OF parted_2 DEFAULT;
+CREATE TABLE plain (id int, v text);
+"""
+
+
+def test_filters_of_a_partitioned_table_are_those_of_its_changes(source_db: str) -> None:
+    with psycopg.connect(source_db, autocommit=True) as connection:
+        connection.execute(PARTED)
+
+    def left_by(text: str) -> Left:
+        return read_left(Dsn.parse(source_db), parse_filters(text, name="f"))
+
+    text = "[table-where]\npublic.parted = id > 3\n[exclude-column]\npublic.parted.v\n"
+    left = left_by(text + "[exclude-table-data]\npublic.plain\n")
+    assert left.where == {("public", "parted"): "id > 3"}
+    assert left.columns == {("public", "parted"): frozenset({"v"})}
+    assert left.tables == {("public", "plain")}
+    left = left_by("[exclude-table]\npublic.parted\n")
+    assert left.tables == {("public", "parted")}
+    for one in ("[exclude-table]\npublic.parted_1", "[table-where]\npublic.parted_2_a = id > 3"):
+        with pytest.raises(ConfigError, match=r"the partitions of public\.parted differently"):
+            left_by(one + "\n")

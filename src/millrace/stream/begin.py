@@ -16,10 +16,10 @@ from millrace.clone.decision import PG_CLASS_OID, Decision
 from millrace.clone.filter import FilterRules
 from millrace.clone.filtering import read_decision
 from millrace.config.dsn import Dsn
-from millrace.errors import MillraceError, WorkDirError
+from millrace.errors import ConfigError, MillraceError, WorkDirError
 from millrace.lsn import parse_lsn
-from millrace.postgres import catalog
 from millrace.postgres.connect import connect, server_encoding, translated
+from millrace.postgres.schemas import USER_SCHEMA
 from millrace.snapshot.holder import Held, hold, read_held
 from millrace.stream.publication import read_published_tables
 from millrace.stream.sentinel import FILE as SENTINEL_FILE
@@ -29,6 +29,15 @@ from millrace.stream.slot import cleanup, prepare_source
 from millrace.stream.spool import FOLDER as SPOOL_FOLDER
 
 log = logging.getLogger(__name__)
+
+# Tables as changes name them, with the partitions below that hold their rows.
+_LEAVES = f"""
+SELECT c.oid::int8, n.nspname, c.relname,
+       array(SELECT t.relid::oid::int8 FROM pg_partition_tree(c.oid) t
+              WHERE t.isleaf AND t.relid <> c.oid)
+  FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
+ WHERE c.relkind IN ('r', 'p') AND NOT c.relispartition AND {USER_SCHEMA}
+"""
 
 
 @contextmanager
@@ -94,15 +103,30 @@ def read_left(source: Dsn, rules: FilterRules) -> Left:
         return Left()
     with connect(source, "filter") as connection, translated("reading the source's catalog"):
         decision = read_decision(connection, rules)
-        names = {table.oid: (table.schema, table.name) for table in catalog.read_tables(connection)}
-        names |= {
-            table.oid: (table.schema, table.name)
-            for table in read_published_tables(connection, None)
+        tables = connection.execute(_LEAVES).fetchall()
+    out = _left_out(decision)
+    left: dict[tuple[str, str], tuple[bool, frozenset[str], str]] = {}
+    for oid, schema, name, leaves in tables:
+        # Of a partitioned table, filters speak of it or of its leaves.
+        found = {
+            (
+                leaf in out or oid in out,
+                decision.columns.get(leaf, decision.columns.get(oid, frozenset())),
+                decision.predicates.get(leaf, decision.predicates.get(oid, "")),
+            )
+            for leaf in leaves or [oid]
         }
+        if len(found) > 1:
+            raise ConfigError(
+                f"the filters treat the partitions of {schema}.{name} differently: that can't be "
+                "followed, since a row may move from one to another",
+                hint=f"name {schema}.{name} itself in the filters",
+            )
+        left[schema, name] = found.pop()
     return Left(
-        frozenset(names[oid] for oid in _left_out(decision) if oid in names),
-        {names[oid]: columns for oid, columns in decision.columns.items() if oid in names},
-        {names[oid]: where for oid, where in decision.predicates.items() if oid in names},
+        frozenset(name for name, (is_out, _, _) in left.items() if is_out),
+        {name: columns for name, (_, columns, _) in left.items() if columns},
+        {name: where for name, (_, _, where) in left.items() if where},
     )
 
 

@@ -1,0 +1,126 @@
+"""Clone, follow and cut-over as they are typed, between servers of different versions."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psycopg
+import pytest
+from tests.fixtures.followed import SCHEMA, writing
+
+DEADLINE_SECONDS = 120
+FILTERS = """
+[exclude-table]
+public.left_out
+
+[table-where]
+public.parted = region <> 'far'
+"""
+MORE = """
+CREATE TABLE left_out (id int PRIMARY KEY);
+INSERT INTO left_out VALUES (1);
+CREATE TABLE parted (id int, region text, note text, PRIMARY KEY (id, region))
+    PARTITION BY LIST (region);
+CREATE TABLE parted_near PARTITION OF parted FOR VALUES IN ('near');
+CREATE TABLE parted_rest PARTITION OF parted DEFAULT;
+INSERT INTO parted SELECT i, (ARRAY['near', 'far', 'else'])[1 + i % 3], 'n' FROM
+    generate_series(1, 300) i;
+"""
+CHANGES = """
+INSERT INTO left_out VALUES (2);
+UPDATE parted SET region = 'near' WHERE id % 9 = 1;
+UPDATE parted SET region = 'far' WHERE id % 9 = 0;
+UPDATE parted SET note = 'm' WHERE id % 2 = 0;
+DELETE FROM parted WHERE id % 9 = 5;
+"""
+
+
+@pytest.fixture(params=["system to 18", "18 to system", "18 to 16"])
+def ends(request: pytest.FixtureRequest) -> Iterator[tuple[str, str]]:
+    found = [_database(request, name, role) for name, role in _roles(request.param)]
+    yield found[0][0], found[1][0]
+    for _, drop in found:
+        drop()
+
+
+def _roles(words: str) -> Iterator[tuple[str, str]]:
+    return zip(words.split(" to "), ("followed_from", "followed_to"), strict=True)
+
+
+def _database(
+    request: pytest.FixtureRequest, server: str, role: str
+) -> tuple[str, Callable[[], None]]:
+    fixture = {"16": "source_cluster", "18": "target_cluster", "system": "system_cluster"}[server]
+    cluster = request.getfixturevalue(fixture)
+    return cluster.create_database(role), lambda: cluster.drop_database(role)
+
+
+def test_a_filtered_database_is_moved_under_writers(ends: tuple[str, str], tmp_path: Path) -> None:
+    source, target = ends
+    with psycopg.connect(source, autocommit=True) as connection:
+        connection.execute(SCHEMA)
+        connection.execute(MORE)
+    filters = tmp_path / "filters.ini"
+    filters.write_text(FILTERS)
+    sides = [
+        "--source", source, "--target", target, "--dir", str(tmp_path / "work"),
+    ]  # fmt: skip
+    command = [sys.executable, "-m", "millrace"]
+    slot = ["--slot-name", f"versions_{time.time_ns()}"]
+    with (tmp_path / "log").open("wb") as log:
+        moving = subprocess.Popen(
+            [*command, "clone", "--follow", *sides, *slot, "--filters", filters],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        # The writers truncate, and no snapshot outlives that.
+        while not _is_copied(target):
+            assert moving.poll() is None, (tmp_path / "log").read_text()
+            time.sleep(0.1)
+        with writing(source, seed=7) as written:
+            while written() < 100:
+                time.sleep(0.1)
+            with psycopg.connect(source) as connection:
+                connection.execute(CHANGES)
+        done = _run([*command, "cutover", "--quiet", *sides, "--filters", filters])
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert moving.wait(DEADLINE_SECONDS) == 0, (tmp_path / "log").read_text()
+    finally:
+        moving.kill()
+        moving.wait()
+        cleaned = _run([*command, "stream", "cleanup", *sides, *slot])
+    assert cleaned.returncode == 0, cleaned.stderr
+    with psycopg.connect(target) as connection:
+        found = connection.execute(
+            "SELECT to_regclass('left_out'), (SELECT count(*) FROM parted WHERE region = 'far'),"
+            " (SELECT count(*) FROM parted)"
+        ).fetchone()
+    with psycopg.connect(source) as connection:
+        kept = connection.execute("SELECT count(*) FROM parted WHERE region <> 'far'").fetchone()
+    assert kept is not None
+    assert found == (None, 0, kept[0])
+
+
+def _is_copied(target: str) -> bool:
+    """Whether the clone has made its foreign keys and all the rest."""
+    with psycopg.connect(target) as connection:
+        row = connection.execute(
+            "SELECT to_regclass('seat') IS NOT NULL AND EXISTS (SELECT FROM pg_constraint"
+            " WHERE conrelid = to_regclass('seat') AND contype = 'p')"
+        ).fetchone()
+    return row == (True,)
+
+
+def _run(command: list[object]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(part) for part in command],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_SECONDS,
+        check=False,
+    )

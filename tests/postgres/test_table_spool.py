@@ -222,6 +222,8 @@ def test_a_session_that_was_left_behind_is_taken_over(target_db: str) -> None:
         assert writer.sync() == 150
         with pytest.raises(ConnectionLost):
             append(lost, Transaction(1).frames())
+    with connect(dsn, "test") as other:
+        table_spool.uninstall(other, STREAM)
 
 
 def test_the_writer_goes_on_after_its_session_was_ended(kind: Kind, target_db: str) -> None:

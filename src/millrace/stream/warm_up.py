@@ -6,13 +6,24 @@ later process on this machine finds.
 
 from __future__ import annotations
 
+import struct
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
 import numpy as np
 
 from millrace.postgres.copy_format import encode_binary, encode_text
 from millrace.postgres.pgoutput import (
+    Begin,
+    Commit,
+    RelationColumn,
+    RelationVersion,
+    encode_begin,
+    encode_commit,
     encode_delete,
     encode_frame,
     encode_insert,
+    encode_relation,
     encode_update,
     scan,
     whole_frames,
@@ -39,5 +50,33 @@ def warm_up(argument: int = 0, attempt: int = 0) -> int:
     return argument
 
 
+def warm_up_reading() -> None:
+    """The same for those who read changes: a small spool is written and read."""
+    from millrace.stream.changes import iter_changes
+    from millrace.stream.spool import SpoolReader, SpoolWriter
+
+    # A date, a timestamptz, a numeric and a bytea, each as the server sends it.
+    types = {1082: bytes(4), 1184: bytes(8), 1700: struct.pack(">5h", 1, 0, 0, 0, 1), 17: b"x"}
+    columns = tuple(RelationColumn(f"c{oid}", oid, -1, is_key=False) for oid in types)
+    row = b"".join(struct.pack(">cI", b"b", len(value)) + value for value in types.values())
+    messages = [
+        encode_begin(Begin(1, 0, 1)),
+        encode_relation(RelationVersion(1, "public", "t", "f", columns)),
+        struct.pack(">cIcH", b"I", 1, b"N", len(types)) + row,
+        encode_commit(Commit(1, 2, 0)),
+    ]
+    frames = b"".join(encode_frame(one, 2) for one in messages)
+    with TemporaryDirectory() as folder:
+        with SpoolWriter(Path(folder)) as spool:
+            spool.append(memoryview(frames), scan(np.frombuffer(frames, np.uint8), len(frames)))
+            spool.sync()
+        reader = SpoolReader(Path(folder))
+        found = reader.plan(0, 1, None)
+        assert found is not None
+        for _ in iter_changes(reader, found, "utf-8"):
+            continue
+
+
 if __name__ == "__main__":
     warm_up()
+    warm_up_reading()

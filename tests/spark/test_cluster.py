@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ import psutil
 import pytest
 from tests.fixtures import create_museum_roles, load_museum
 from tests.fixtures.followed import open_followed, writing
+from tests.fixtures.spark_folder import application_folder, remove_application_folder
 
 from millrace.clone.compare_run import CompareSettings, compare_data
 from millrace.clone.progress import Reporter
@@ -44,12 +44,14 @@ def dumped(uri: str, tools: Cluster) -> str:
 
 
 def executors_at_work(process: psutil.Process) -> dict[int, Path]:
-    """The executors, each a JVM, that have a Python worker, and their folders."""
+    """The executors, each a JVM, that have a Python worker, and their application's folder."""
     found = {}
     for child in process.children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
             if "CoarseGrainedExecutorBackend" in " ".join(child.cmdline()) and child.children():
-                found[child.pid] = Path(child.cwd())
+                folder = application_folder(child)
+                if folder is not None:
+                    found[child.pid] = folder
     return found
 
 
@@ -87,8 +89,8 @@ def test_museum_cloned_by_two_executors_is_the_same_as_cloned_by_threads(
             one.kill()
         process.wait()
         # Spark keeps an application's folder below its own installation.
-        for folder in {folder.parent for folder in seen.values()}:
-            shutil.rmtree(folder)
+        for folder in set(seen.values()):
+            remove_application_folder(folder)
     assert len(seen) == 2
     by_cluster = json.loads((tmp_path / "out").read_text())
     schema = dumped(target_db, target_cluster)

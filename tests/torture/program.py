@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import psutil
+from tests.fixtures.spark_folder import application_folder, remove_application_folder
 from tests.torture.failpoints import FAILPOINTS, STREAM
 
 from millrace.failpoint import VARIABLE
@@ -126,7 +126,8 @@ class Program:
     def _remember_folder(self, executor: psutil.Process) -> None:
         """Spark keeps an application's folder below its own installation."""
         with contextlib.suppress(psutil.Error):
-            self._folders.add(Path(executor.cwd()).parent)
+            if folder := application_folder(executor):
+                self._folders.add(folder)
 
     def left_behind(self) -> list[psutil.Process]:
         """Whoever of the tree still runs after its end."""
@@ -174,7 +175,7 @@ class Program:
             self.process.kill()
         self.process.wait()
         for folder in self._folders:
-            shutil.rmtree(folder, ignore_errors=True)
+            remove_application_folder(folder)
 
 
 def is_gone(process: psutil.Process) -> bool:

@@ -328,14 +328,18 @@ def test_a_full_spool_holds_the_receiver_back(
         wait_until(lambda: "holding back" in caplog.text)
         held = source.confirmed_lsn()
         reader = SpoolReader(tmp_path)
-        end = source.lsn()
-        while source.confirmed_lsn() < end and spool.last_end_lsn < _last_end(source):
+        last_end = _last_end(source)
+
+        def is_all_received() -> bool:
             applied = reader.last_end_lsn()
             sentinel.write_applied(applied)
             prune(tmp_path, applied)
-            time.sleep(0.05)
-        assert source.confirmed_lsn() > held
-    assert caplog.text.count("holding back") == caplog.text.count("receiving again")
+            return applied == last_end and source.confirmed_lsn() > held
+
+        wait_until(is_all_received)
+        wait_until(
+            lambda: caplog.text.count("holding back") == caplog.text.count("receiving again")
+        )
 
 
 def _last_end(source: Source) -> int:

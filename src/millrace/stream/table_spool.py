@@ -210,8 +210,8 @@ class TableSpoolWriter:
     def cut_unfinished(self) -> None:
         """Roll back what has come of a transaction; after a lost connection, open another."""
         if self._connection.closed:
-            self._connection = self._open()
             self._is_open = False
+            self._connection = self._open()
             self._take_over()
         if self._is_open:
             with translated("rolling back on the target"):
@@ -302,7 +302,7 @@ class TableSpoolWriter:
     def _take_over(self) -> None:
         """Hold the origin, and go on after what the table has."""
         name = origin_name(self._stream)
-        with translated(f"using replication origin {name}"):
+        with self._or_closed(), translated(f"using replication origin {name}"):
             self._hold_origin(name)
             row = self._connection.execute(
                 "SELECT coalesce(pg_replication_origin_session_progress(true), '0/0')::text,"
@@ -320,6 +320,15 @@ class TableSpoolWriter:
         self.last_end_lsn = self._durable_end_lsn = parse_lsn(row[2])
         self._total = row[3]
         self.unsynced_bytes = 0
+
+    @contextmanager
+    def _or_closed(self) -> Iterator[None]:
+        """A session that does not hold the origin is of no use, and must not be taken for one."""
+        try:
+            yield
+        except BaseException:
+            self._connection.close()
+            raise
 
     def _hold_origin(self, name: str) -> None:
         """From a session of ours that was left behind, if need be: there is one receiver."""

@@ -12,7 +12,7 @@ from tests.fixtures.changes import Transaction, append, join, relation_version
 from tests.fixtures.receiving import Source, messages_of, wait_until, without_relations
 
 from millrace.config.dsn import Dsn
-from millrace.errors import ConnectionLost, WorkDirError
+from millrace.errors import ConnectionLost, ServerError, WorkDirError
 from millrace.postgres.connect import connect
 from millrace.postgres.pgoutput import scan
 from millrace.stream import table_spool
@@ -224,6 +224,25 @@ def test_a_session_that_was_left_behind_is_taken_over(target_db: str) -> None:
             append(lost, Transaction(1).frames())
     with connect(dsn, "test") as other:
         table_spool.uninstall(other, STREAM)
+
+
+def test_what_the_target_refused_is_not_taken_for_written(target_db: str) -> None:
+    dsn = Dsn.parse(target_db)
+    with connect(dsn, "test") as other, TableSpoolWriter(dsn, STREAM) as writer:
+        append(writer, Transaction(1).frames())
+        assert writer.sync() == 150
+        other.execute("ALTER TABLE replication.raw_messages ADD CONSTRAINT no CHECK (number < 2)")
+        with pytest.raises(ServerError, match="violates check constraint"):
+            append(writer, Transaction(2).frames())
+        other.execute("ALTER TABLE replication.raw_messages DROP CONSTRAINT no")
+        writer.cut_unfinished()
+        assert writer.complete_lsn == writer.durable_lsn == 150
+        append(writer, Transaction(2).frames())
+        assert writer.sync() == 250
+    with connect(dsn, "test") as other:
+        table_spool.uninstall(other, STREAM)
+        row = other.execute("SELECT to_regclass('replication.raw_messages')").fetchone()
+        assert row == (None,)
 
 
 def test_the_writer_goes_on_after_its_session_was_ended(kind: Kind, target_db: str) -> None:

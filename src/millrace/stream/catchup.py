@@ -147,6 +147,7 @@ class Catchup:
                     if blind == BLIND_TASKS:
                         raise _out_of_sight()
                     continue
+                blind = 0
                 if is_whole and not self._has_more(number):
                     return
                 self._stop.wait(POLL_SECONDS)

@@ -94,16 +94,21 @@ def install(connection: Connection, stream: str) -> None:
 
 
 def uninstall(connection: Connection, stream: str) -> None:
-    """Remove a stream's spool, and the tables if no other stream has anything there."""
+    """Remove a stream's spool, and the tables if no other stream has a spool on this server."""
     with translated("removing the spool on the target"):
         row = connection.execute("SELECT to_regclass('replication.raw_messages')").fetchone()
         if row and row[0]:
             connection.execute("DELETE FROM replication.raw_messages WHERE stream = %s", (stream,))
             connection.execute("DELETE FROM replication.raw_relations WHERE stream = %s", (stream,))
-            others = "SELECT FROM replication.raw_messages LIMIT 1"
-            if connection.execute(others).fetchone() is None:
-                connection.execute("DROP TABLE replication.raw_messages, replication.raw_relations")
         drop_origin(connection, origin_name(stream))
+        others = connection.execute(
+            "SELECT FROM pg_replication_origin WHERE right(roname, %s) = %s",
+            (len(_SUFFIX), _SUFFIX),
+        ).fetchone()
+        if others is None:
+            connection.execute(
+                "DROP TABLE IF EXISTS replication.raw_messages, replication.raw_relations"
+            )
 
 
 class TableSpoolWriter:
@@ -164,7 +169,7 @@ class TableSpoolWriter:
         if not len(messages):
             return
         commits = np.flatnonzero(messages.kind == _COMMIT).tolist()
-        with translated("writing the spool on the target"), self._connection.pipeline():
+        with self._writing() as connection, connection.pipeline():
             first, start = 0, 0
             for at in commits:
                 end = int(messages.offset[at] + messages.length[at])
@@ -178,7 +183,7 @@ class TableSpoolWriter:
         """Move the origin without a transaction of the source."""
         if self._is_open or lsn <= self.complete_lsn:
             return
-        with translated("writing the spool on the target"), self._connection.pipeline():
+        with self._writing() as connection, connection.pipeline():
             self._connection.execute("BEGIN")
             # Only a transaction with a number of its own moves an origin.
             self._connection.execute("SELECT pg_current_xact_id()")
@@ -190,7 +195,7 @@ class TableSpoolWriter:
     def sync(self) -> int:
         """Wait until everything committed is on the target's disk."""
         if self.unsynced_bytes and not self._is_open:
-            with translated("syncing the spool on the target"), self._connection.transaction():
+            with self._writing() as connection, connection.transaction():
                 self._connection.execute("SET LOCAL synchronous_commit = on")
                 self._connection.execute("SELECT pg_current_xact_id()")
                 # The origin would move with this transaction, to nowhere.
@@ -302,7 +307,7 @@ class TableSpoolWriter:
     def _take_over(self) -> None:
         """Hold the origin, and go on after what the table has."""
         name = origin_name(self._stream)
-        with self._or_closed(), translated(f"using replication origin {name}"):
+        with self._writing():
             self._hold_origin(name)
             row = self._connection.execute(
                 "SELECT coalesce(pg_replication_origin_session_progress(true), '0/0')::text,"
@@ -322,10 +327,12 @@ class TableSpoolWriter:
         self.unsynced_bytes = 0
 
     @contextmanager
-    def _or_closed(self) -> Iterator[None]:
-        """A session that does not hold the origin is of no use, and must not be taken for one."""
+    def _writing(self) -> Iterator[Connection]:
+        """After an error nobody knows what was committed, or whether the origin is held: the
+        session is closed, and the next one asks the target."""
         try:
-            yield
+            with translated("writing the spool on the target"):
+                yield self._connection
         except BaseException:
             self._connection.close()
             raise

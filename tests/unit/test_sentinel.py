@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sqlite3
 import threading
+from contextlib import closing
 from pathlib import Path
 
-from millrace.stream.sentinel import Sentinel, StreamSetup
+from millrace.stream.sentinel import FILE, Sentinel, StreamSetup
 
 
 def test_what_is_set_is_read_by_others(tmp_path: Path) -> None:
@@ -62,3 +64,14 @@ def test_many_writers_do_not_get_in_each_others_way(tmp_path: Path) -> None:
     with Sentinel(tmp_path) as sentinel:
         state = sentinel.read()
         assert state.received_lsn in {n * 1000 + 99 for n in range(4)}
+
+
+def test_a_stream_from_before_there_was_a_choice_has_its_spool_in_files(tmp_path: Path) -> None:
+    with Sentinel(tmp_path) as sentinel:
+        sentinel.write_setup(StreamSetup("source", "slot", "pgoutput", "UTF8", 1))
+    with closing(sqlite3.connect(tmp_path / FILE)) as database:
+        database.execute("ALTER TABLE stream DROP COLUMN spool")
+    with Sentinel(tmp_path) as sentinel:
+        setup = sentinel.read_setup()
+    assert setup is not None
+    assert setup.spool == "files"

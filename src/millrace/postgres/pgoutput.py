@@ -43,6 +43,7 @@ MAX_FRAME_BYTES: Final = 0x40000000
 # Neither streaming of transactions in progress nor two-phase commit is asked for. Version 18 sends
 # a Stream Abort all the same, for a large transaction that is rolled back after a part of it was.
 KINDS: Final = b"BCORYIUDTMA"
+_IS_KIND = np.isin(np.arange(256), list(KINDS))
 
 _KEEPALIVE_BYTES = 4 + 1 + 8 + 8 + 1
 # A microsecond count since 2000 plus this is one since 1970.
@@ -147,20 +148,7 @@ def _be32(buffer: Bytes, at: int) -> Any:
 
 @kernel
 def _is_kind(value: Any) -> Any:
-    # I U D B C R T Y O M A
-    return (
-        value == 73
-        or value == 85
-        or value == 68
-        or value == 66
-        or value == 67
-        or value == 82
-        or value == 84
-        or value == 89
-        or value == 79
-        or value == 77
-        or value == 65
-    )
+    return _IS_KIND[value]
 
 
 @kernel

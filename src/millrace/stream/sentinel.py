@@ -106,9 +106,16 @@ class Sentinel:
             self._database.execute("PRAGMA journal_mode = WAL")
             self._database.execute("PRAGMA synchronous = NORMAL")
             self._database.executescript(SCHEMA)
+            self._add_missing_column()
         except sqlite3.Error as error:
             self._database.close()
             raise WorkDirError(f"can't use {self._path}: {error}") from error
+
+    def _add_missing_column(self) -> None:
+        """Streams that began before there was a choice have their spool in files."""
+        columns = [row["name"] for row in self._database.execute("PRAGMA table_info(stream)")]
+        if "spool" not in columns:
+            self._database.execute("ALTER TABLE stream ADD COLUMN spool TEXT DEFAULT 'files'")
 
     def __enter__(self) -> Sentinel:
         return self

@@ -6,11 +6,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.fixtures.receiving import wait_until
 from tests.fixtures.stream_pair import StreamPair
 
+from millrace.config.dsn import Dsn
 from millrace.errors import ApplyError
+from millrace.postgres.connect import connect
 from millrace.stream.position import drop_position, setup_position
 from millrace.stream.settings import Left, OnConflict
+from millrace.stream.target_table import read_target_table
 from millrace.stream.work import Share
 
 
@@ -495,3 +499,34 @@ def test_tables_of_several_workers(pair: StreamPair) -> None:
     finally:
         for name in (first, second):
             drop_position(pair.target, name)
+
+
+def test_rows_are_looked_up_by_key(pair: StreamPair) -> None:
+    """Also where the planner would read the whole table."""
+    rows = "INSERT INTO account SELECT i, 'o' || i, 0 FROM generate_series(1, 20000) i"
+    pair.begin(ACCOUNT, rows, "ANALYZE account")
+    read = "SELECT seq_scan, idx_scan FROM pg_stat_user_tables WHERE relname = 'account'"
+    row = pair.target.execute(read).fetchone()
+    assert row is not None
+    pair.run("UPDATE account SET balance = 1 WHERE id % 4 = 0", "DELETE FROM account WHERE id < 9")
+    pair.follow()
+    wait_until(lambda: (pair.target.execute(read).fetchone() or row)[1] > row[1])
+    assert pair.target.execute(read).fetchone() == (row[0], row[1] + 5006)
+    pair.assert_equal()
+
+
+def test_indexes_that_find_rows(target_db: str) -> None:
+    with connect(Dsn.parse(target_db), "test") as connection:
+        connection.execute("""
+            CREATE TABLE public.item
+                (id int PRIMARY KEY, code text, name varchar(9), tag text, at int);
+            CREATE UNIQUE INDEX ON public.item (code COLLATE "C");
+            CREATE UNIQUE INDEX ON public.item (name text_pattern_ops);
+            CREATE UNIQUE INDEX ON public.item (tag, at) INCLUDE (name);
+            CREATE UNIQUE INDEX ON public.item (at) WHERE at > 0;
+            CREATE UNIQUE INDEX ON public.item (abs(at))
+        """)
+        table = read_target_table(connection, "public", "item")
+    assert table is not None
+    assert table.lookup_keys == (("id",), ("tag", "at"))
+    assert set(table.unique_keys) == {("id",), ("code",), ("name",), ("tag", "at")}

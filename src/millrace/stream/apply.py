@@ -235,7 +235,7 @@ class Applier:
             raise InvariantError(f"{plan.label}: {len(staged)} rows sent, {stored} staged")
 
     def _touch(self, statement: str) -> int:
-        return command_rows(execute(self._session, statement)[0])
+        return sum(map(command_rows, execute(self._session, statement)))
 
     def _numbers(self, query: str) -> list[int]:
         result = execute(self._session, query)[0]

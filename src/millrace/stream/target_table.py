@@ -41,6 +41,8 @@ class TargetTable:
     # Of these, the ones that tell any two rows apart because no column can be null; the primary
     # key first.
     telling_keys: tuple[tuple[str, ...], ...]
+    # Of the unique ones, those by which a row is found with the columns' own equality.
+    lookup_keys: tuple[tuple[str, ...], ...]
     # Of all indexes that can refuse a row, those over expressions and exclusion included.
     unique_index_count: int
 
@@ -96,7 +98,14 @@ _UNIQUE = """
                   ORDER BY k.place),
            NOT EXISTS (SELECT FROM unnest(i.indkey[0:i.indnkeyatts - 1]) AS k (number)
                          JOIN pg_attribute AS a ON a.attrelid = i.indrelid
-                          AND a.attnum = k.number WHERE NOT a.attnotnull)
+                          AND a.attnum = k.number WHERE NOT a.attnotnull),
+           NOT EXISTS (SELECT FROM unnest(i.indkey[0:i.indnkeyatts - 1], i.indclass[0:],
+                                          i.indcollation[0:]) AS k (number, class, locale)
+                         JOIN pg_opclass AS c ON c.oid = k.class
+                         JOIN pg_attribute AS a ON a.attrelid = i.indrelid
+                          AND a.attnum = k.number
+                        WHERE NOT c.opcdefault OR c.opcmethod <> 403
+                           OR k.locale <> a.attcollation)
       FROM pg_index AS i
      WHERE i.indrelid = %s AND i.indisvalid AND (i.indisunique OR i.indisexclusion)
      ORDER BY i.indisprimary DESC, 4 DESC, i.indexrelid
@@ -123,6 +132,7 @@ def read_target_table(connection: Connection, schema: str, name: str) -> TargetT
         columns,
         tuple(tuple(row[2]) for row in unique if row[1]),
         tuple(tuple(row[2]) for row in unique if row[1] and row[3]),
+        tuple(tuple(row[2]) for row in unique if row[1] and row[4]),
         len(unique),
     )
 

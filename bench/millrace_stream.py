@@ -28,7 +28,7 @@ from millrace.stream.follow import follow, open_catchup, receive_settings, requi
 from millrace.stream.receive import receive
 from millrace.stream.sentinel import Sentinel
 from millrace.stream.settings import FollowSettings
-from millrace.stream.spool import SpoolWriter
+from millrace.stream.spool_writer import SpoolWriter
 
 
 class _Nobody:

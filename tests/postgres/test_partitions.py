@@ -14,7 +14,7 @@ from tests.fixtures.stream_pair import StreamPair
 from millrace.errors import ApplyError, PreflightError
 from millrace.postgres.pgoutput import decode_relation
 from millrace.stream.partition import Partitions
-from millrace.stream.spool import SpoolWriter
+from millrace.stream.spool_writer import SpoolWriter
 from millrace.stream.work import Share
 
 

@@ -26,7 +26,7 @@ from millrace.postgres.pgoutput import (
     decode_truncate,
 )
 from millrace.stream.receive import receive
-from millrace.stream.spool import SpoolWriter
+from millrace.stream.spool_writer import SpoolWriter
 
 PLUGINS = ("pgoutput", "test_decoding", "wal2json")
 # No numeric or floating-point columns: see test_old_wal2json_is_refused_where_it_would_lose_values.

@@ -37,8 +37,9 @@ from millrace.stream.partition import Partitions
 from millrace.stream.plugin import open_plugin
 from millrace.stream.receive import receive
 from millrace.stream.sentinel import Sentinel
-from millrace.stream.spool import SpoolReader, SpoolWriter, prune
 from millrace.stream.spool_index import Records
+from millrace.stream.spool_reader import SpoolReader, prune
+from millrace.stream.spool_writer import SpoolWriter
 
 TABLE = "CREATE TABLE t (id int PRIMARY KEY, v text)"
 

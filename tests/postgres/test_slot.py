@@ -25,7 +25,7 @@ from millrace.stream.publication import (
     read_published_tables,
 )
 from millrace.stream.slot import cleanup, create_stream, read_leftovers, read_slot
-from millrace.stream.spool import SpoolReader
+from millrace.stream.spool_reader import SpoolReader
 
 SCHEMA = """
 CREATE TABLE keyed (id int PRIMARY KEY, v text);

@@ -17,8 +17,10 @@ from millrace.postgres.connect import connect
 from millrace.postgres.pgoutput import scan
 from millrace.stream import table_spool
 from millrace.stream.receive import receive
-from millrace.stream.spool import Reader, SpoolReader, SpoolWriter, Writer
+from millrace.stream.spool import Reader, Writer
 from millrace.stream.spool_place import SpoolPlace
+from millrace.stream.spool_reader import SpoolReader
+from millrace.stream.spool_writer import SpoolWriter
 from millrace.stream.table_spool import TableSpoolReader, TableSpoolWriter
 
 STREAM = "table_spool_test"

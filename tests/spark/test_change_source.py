@@ -14,7 +14,8 @@ from millrace.change import SCHEMA
 from millrace.lsn import render_lsn
 from millrace.spark import change_source
 from millrace.spark.session import Engine
-from millrace.stream.spool import SpoolWriter, prune
+from millrace.stream.spool_reader import prune
+from millrace.stream.spool_writer import SpoolWriter
 
 pytestmark = pytest.mark.slow
 

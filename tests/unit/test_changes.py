@@ -36,7 +36,8 @@ from millrace.postgres.pgoutput import (
 )
 from millrace.stream.change_range import open_change_spool, parse_tables
 from millrace.stream.changes import iter_changes
-from millrace.stream.spool import SpoolReader, SpoolWriter, prune
+from millrace.stream.spool_reader import SpoolReader, prune
+from millrace.stream.spool_writer import SpoolWriter
 
 OTHER = RelationVersion(
     20000,

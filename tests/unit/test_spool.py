@@ -24,7 +24,9 @@ from tests.fixtures.changes import (
 from millrace.errors import FormatError, WorkDirError
 from millrace.postgres.pgoutput import encode_keepalive, scan
 from millrace.stream.segment import HEADER_BYTES, list_segments
-from millrace.stream.spool import FOLDER, SpoolReader, SpoolWriter, prune
+from millrace.stream.spool import FOLDER
+from millrace.stream.spool_reader import SpoolReader, prune
+from millrace.stream.spool_writer import SpoolWriter
 
 SMALL = 4096
 

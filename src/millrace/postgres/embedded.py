@@ -44,6 +44,8 @@ DEFAULT_SETTINGS: Mapping[str, str] = {
     "shared_buffers": "128MB",
 }
 
+# Where servers have their folders, if not among other temporary files.
+FOLDER_VARIABLE = "MILLRACE_EMBEDDED_DIR"
 _SOCKET_PORT = 5432  # every cluster has a socket folder of its own
 # sun_path holds 104 bytes on macOS; "/mr-XXXXXXXX/.s.PGSQL.65535.lock" takes 32 of them.
 _MAX_ROOT_BYTES = 60
@@ -334,7 +336,7 @@ def _as_account(account: pwd.struct_passwd | None) -> dict[str, Any]:
 
 def _temp_root(account: pwd.struct_passwd | None) -> str:
     """The folder for temporary files, or /tmp if that is too long or closed to the account."""
-    root = tempfile.gettempdir()
+    root = os.environ.get(FOLDER_VARIABLE) or tempfile.gettempdir()
     fits = len(os.fsencode(root)) <= _MAX_ROOT_BYTES
     return root if fits and _may_run(["/bin/ls", "-d", root + "/."], account) else "/tmp"
 

@@ -17,8 +17,9 @@ from millrace.postgres.encoding import python_encoding
 from millrace.stream.segment import list_segments
 from millrace.stream.sentinel import FILE, Sentinel
 from millrace.stream.settings import SpoolKind
-from millrace.stream.spool import FOLDER, Range, SpoolReader
+from millrace.stream.spool import FOLDER, Range
 from millrace.stream.spool_index import RELATION, IndexFile
+from millrace.stream.spool_reader import SpoolReader
 
 # "schema.table", either part quoted as in SQL.
 _PART: Final = r'(?:"(?:[^"]|"")+"|[^".,\s][^".,]*)'

@@ -14,11 +14,13 @@ from millrace.config.dsn import Dsn
 from millrace.errors import ConfigError
 from millrace.postgres.connect import connect
 from millrace.postgres.encoding import python_encoding
-from millrace.stream import spool, table_spool
+from millrace.stream import spool_reader, table_spool
 from millrace.stream.position import stream_name
 from millrace.stream.sentinel import StreamSetup
 from millrace.stream.settings import SpoolKind
-from millrace.stream.spool import Reader, SpoolReader, SpoolWriter, Writer, open_spool_lock
+from millrace.stream.spool import Reader, Writer
+from millrace.stream.spool_reader import SpoolReader
+from millrace.stream.spool_writer import SpoolWriter, open_spool_lock
 from millrace.stream.table_spool import TableSpoolReader, TableSpoolWriter
 
 
@@ -60,7 +62,7 @@ class SpoolPlace:
     def prune(self, applied_lsn: int, *, dry_run: bool = False) -> int:
         """Remove what is applied; its bytes."""
         if self.target is None:
-            remove = spool.prunable_bytes if dry_run else spool.prune
+            remove = spool_reader.prunable_bytes if dry_run else spool_reader.prune
             return remove(self.directory, applied_lsn)
         with connect(self.target, "prune") as connection:
             return table_spool.prune(connection, self.stream, applied_lsn, dry_run=dry_run)

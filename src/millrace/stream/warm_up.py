@@ -53,7 +53,8 @@ def warm_up(argument: int = 0, attempt: int = 0) -> int:
 def warm_up_reading() -> None:
     """The same for those who read changes: a small spool is written and read."""
     from millrace.stream.changes import iter_changes
-    from millrace.stream.spool import SpoolReader, SpoolWriter
+    from millrace.stream.spool_reader import SpoolReader
+    from millrace.stream.spool_writer import SpoolWriter
 
     # A date, a timestamptz, a numeric and a bytea, each as the server sends it.
     types = {1082: bytes(4), 1184: bytes(8), 1700: struct.pack(">5h", 1, 0, 0, 0, 1), 17: b"x"}

@@ -1,0 +1,243 @@
+"""Reads a spool in files, and removes what is applied.
+
+Invariant: only what an index speaks of is read, so a writer is never in the way; what was pruned
+is an error, and never left out.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from millrace.errors import WorkDirError
+from millrace.lsn import render_lsn
+from millrace.postgres.encoding import python_encoding
+from millrace.postgres.pgoutput import (
+    FRAME_HEADER_BYTES,
+    Bytes,
+    RelationVersion,
+    decode_relation,
+    whole_frames,
+)
+from millrace.stream.segment import (
+    Block,
+    BlockKind,
+    SegmentFile,
+    SegmentReader,
+    list_segments,
+    remove_segment,
+    sync_folder,
+)
+from millrace.stream.spool import FOLDER, Range
+from millrace.stream.spool_index import (
+    IndexFile,
+    Records,
+    relations_before,
+)
+
+
+class SpoolReader:
+    """Reads a spool, also while another process writes it; `encoding` by PostgreSQL's name."""
+
+    def __init__(self, directory: Path, encoding: str = "utf-8") -> None:
+        self._folder = directory / FOLDER
+        self._encoding = python_encoding(encoding)
+        self._indexes: dict[Path, IndexFile] = {}
+
+    def close(self) -> None:
+        """Nothing stays open."""
+
+    def last_end_lsn(self) -> int:
+        """The end of the last transaction that is on disk; 0 if there is none."""
+        files = list_segments(self._folder)
+        if not files:
+            return 0
+        commits = self._commits(files[-1])
+        return int(commits["end_lsn"][-1]) if len(commits) else files[-1].lsn
+
+    def plan(self, after_lsn: int, max_bytes: int, until_lsn: int | None = None) -> Range | None:
+        """The next whole transactions: at least one, then as many as fit; None if there is none
+        yet."""
+        first: Any = None
+        last: Any = None
+        transactions = changes = 0
+        for commits in self._iter_commits(after_lsn, until_lsn):
+            if first is None:
+                first = commits[0]
+            limit = int(first["begin"]) + max_bytes
+            fitting = int(np.searchsorted(commits["end"], limit, side="right"))
+            if not transactions:
+                fitting = max(fitting, 1)
+            if not fitting:
+                break
+            last = commits[fitting - 1]
+            transactions += fitting
+            changes += int(commits["changes"][:fitting].sum())
+            if fitting < len(commits):
+                break
+        if last is None:
+            return None
+        return Range(
+            after_lsn,
+            int(last["end_lsn"]),
+            int(last["commit_lsn"]),
+            int(last["committed_at"]),
+            transactions,
+            changes,
+            int(last["end"]) - int(first["begin"]),
+            int(first["begin_block"]),
+            int(first["begin"]),
+            int(last["end"]),
+        )
+
+    def chunks(self, range_: Range, max_chunk_bytes: int) -> Iterator[Bytes]:
+        """The frames from the first Begin to the last Commit, in buffers of whole frames."""
+        held: list[Bytes] = []
+        held_bytes = 0
+        for block in self._iter_blocks(range_):
+            if block.kind != BlockKind.FRAMES:
+                continue
+            first = max(0, range_.begin - block.payload_position)
+            end = min(len(block.payload), range_.end - block.payload_position)
+            rest = np.frombuffer(block.payload, np.uint8)[first:end]
+            if held and held_bytes + len(rest) > max_chunk_bytes:
+                yield _joined(held)
+                held, held_bytes = [], 0
+            while len(rest) > max_chunk_bytes:
+                size = whole_frames(rest, max_chunk_bytes)
+                yield rest[:size]
+                rest = rest[size:]
+            if len(rest):
+                held.append(rest)
+                held_bytes += len(rest)
+        if held:
+            yield _joined(held)
+
+    def relations(self, range_: Range) -> dict[int, RelationVersion]:
+        """The relations as they were known where the range begins."""
+        file = self._segment_of(list_segments(self._folder), range_.begin_block, range_)
+        frames = relations_before(file, self._index(file), range_.begin)
+        found = {}
+        for oid, frame in frames.items():
+            found[oid] = decode_relation(frame[FRAME_HEADER_BYTES:], self._encoding)
+        return found
+
+    def bytes_after(self, lsn: int) -> int:
+        """How much there is to read after a position."""
+        first: int | None = None
+        end = 0
+        for commits in self._iter_commits(lsn, None):
+            if first is None:
+                first = int(commits["begin"][0])
+            end = int(commits["end"][-1])
+        return 0 if first is None else end - first
+
+    def _iter_commits(self, after_lsn: int, until_lsn: int | None) -> Iterator[Records]:
+        """The commits after a position, a segment at a time."""
+        files = list_segments(self._folder)
+        if not files:
+            return
+        at = bisect_right([file.lsn for file in files], after_lsn) - 1
+        if at < 0:
+            raise _pruned(self._folder, after_lsn, files[0].lsn)
+        for file in files[at:]:
+            commits = self._commits(file)
+            first = int(np.searchsorted(commits["end_lsn"], after_lsn, side="right"))
+            end = len(commits)
+            if until_lsn is not None:
+                end = int(np.searchsorted(commits["end_lsn"], until_lsn, side="right"))
+            if first < end:
+                if int(commits["begin"][first]) < files[0].position:
+                    raise _pruned(self._folder, after_lsn, int(commits["end_lsn"][first]))
+                yield commits[first:end]
+            if end < len(commits):
+                return
+
+    def _iter_blocks(self, range_: Range) -> Iterator[Block]:
+        files = list_segments(self._folder)
+        position = range_.begin_block
+        while position < range_.end:
+            file = self._segment_of(files, position, range_)
+            with SegmentReader(file) as reader:
+                end = min(range_.end, reader.end)
+                if position >= end:
+                    raise reader.damaged(position, "expected another block")
+                for block in reader.iter_blocks(position, end):
+                    yield block
+                    position = block.end
+
+    def _segment_of(self, files: list[SegmentFile], position: int, range_: Range) -> SegmentFile:
+        at = bisect_right([file.position for file in files], position) - 1
+        if at < 0:
+            pruned_to = files[0].lsn if files else range_.end_lsn
+            raise _pruned(self._folder, range_.after_lsn, pruned_to)
+        return files[at]
+
+    def _commits(self, file: SegmentFile) -> Records:
+        index = self._index(file)
+        index.read()
+        return index.commits
+
+    def _index(self, file: SegmentFile) -> IndexFile:
+        return self._indexes.setdefault(file.path, IndexFile(file.index_path))
+
+
+def prune(directory: Path, applied_lsn: int) -> int:
+    """Remove the segments whose transactions all end at or before `applied_lsn`; the bytes
+    freed. The newest segment stays."""
+    folder = directory / FOLDER
+    removed = 0
+    for file, size in _prunable(folder, applied_lsn):
+        remove_segment(file)
+        removed += size
+    if removed:
+        sync_folder(folder)
+    return removed
+
+
+def prunable_bytes(directory: Path, applied_lsn: int) -> int:
+    """How much `prune` would free."""
+    return sum(size for _, size in _prunable(directory / FOLDER, applied_lsn))
+
+
+def _prunable(folder: Path, applied_lsn: int) -> Iterator[tuple[SegmentFile, int]]:
+    files = list_segments(folder)
+    needed = _first_needed(files, applied_lsn)
+    for file, following in pairwise(files):
+        if following.position > needed:
+            return
+        yield file, following.position - file.position
+
+
+def _first_needed(files: list[SegmentFile], applied_lsn: int) -> int:
+    """The position of the first block that is still to be applied."""
+    needed = 0
+    for file in files:
+        index = IndexFile(file.index_path)
+        index.read()
+        commits = index.commits
+        at = int(np.searchsorted(commits["end_lsn"], applied_lsn, side="right"))
+        if at < len(commits):
+            return int(commits["begin_block"][at])
+        if len(commits):
+            # The next transaction, perhaps an open one, begins here at the earliest.
+            needed = int(commits["end"][-1])
+    return needed
+
+
+def _joined(parts: list[Bytes]) -> Bytes:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def _pruned(folder: Path, after_lsn: int, known_lsn: int) -> WorkDirError:
+    return WorkDirError(
+        f"{folder} was pruned: changes after {render_lsn(after_lsn)} are asked for, "
+        f"it begins after {render_lsn(known_lsn)}",
+        hint="the target is behind what was reported as applied: make a new clone, or bring the "
+        "target back to where it was",
+    )

@@ -45,9 +45,8 @@ def rows(uri: str, query: str) -> list[tuple[object, ...]]:
         return connection.execute(query).fetchall()
 
 
-@pytest.mark.parametrize(
-    "failpoint", ["run.planned", "pre-data.done", "index.done", "post-data.done", "run.finished"]
-)
+# All the others are in test_torture.py.
+@pytest.mark.parametrize("failpoint", ["index.done", "run.finished"])
 def test_killed_run_goes_on_under_the_same_snapshot(
     source_db: str, target_db: str, engine: Engine, tmp_path: Path, failpoint: str
 ) -> None:

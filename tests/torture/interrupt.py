@@ -56,6 +56,9 @@ def wait_until(
         # It may have ended just behind its last failpoint.
         wait_for(lambda: program.stopped() or program.exit_code is not None, "it is stopped")
         return program.exit_code is None
+    # What passes before the process has said a word is still of the one before it.
+    if not first_of(program, lambda: program.printed() != "", is_over):
+        return False
     if moment.after in (After.PARTS, After.TRANSACTIONS):
         wanted = count_done() + moment.number
         return first_of(program, lambda: count_done() >= max(wanted, 1), is_over)

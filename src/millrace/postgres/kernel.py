@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
+import numpy as np
 from numba import njit
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -20,3 +21,15 @@ def kernel(function: F) -> F:
         return cast(F, njit(cache=True, nogil=True)(function))
     except RuntimeError:  # no folder for the cache, as for an executor's unknown user
         return cast(F, njit(nogil=True)(function))
+
+
+@kernel
+def be16(buffer: Any, at: Any) -> Any:
+    """The unsigned number in two bytes, the high one first, as PostgreSQL sends it."""
+    return np.int64(buffer[at]) << 8 | np.int64(buffer[at + 1])
+
+
+@kernel
+def be32(buffer: Any, at: Any) -> Any:
+    """The unsigned number in four bytes."""
+    return be16(buffer, at) << 16 | be16(buffer, at + 2)

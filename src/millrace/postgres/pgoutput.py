@@ -32,7 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace.errors import FormatError
-from millrace.postgres.kernel import kernel
+from millrace.postgres.kernel import be32, kernel
 
 Bytes = NDArray[np.uint8]
 
@@ -137,16 +137,6 @@ def _bad(error: int, at: int, found: bytes) -> FormatError:
 
 
 @kernel
-def _be32(buffer: Bytes, at: int) -> Any:
-    return (
-        np.int64(buffer[at]) << 24
-        | np.int64(buffer[at + 1]) << 16
-        | np.int64(buffer[at + 2]) << 8
-        | np.int64(buffer[at + 3])
-    )
-
-
-@kernel
 def _is_kind(value: Any) -> Any:
     return _IS_KIND[value]
 
@@ -171,7 +161,7 @@ def _count(
             return count, at, 1, at
         if at + 5 > size:
             break
-        length = _be32(buffer, at + 1)
+        length = be32(buffer, at + 1)
         if length < 5 or length > 0x40000000:
             return count, at, 2, at + 1
         if at + 6 > size:
@@ -216,18 +206,18 @@ def _fill(
     index = 0
     keepalive = -1
     while at < size:
-        length = _be32(buffer, at + 1)
+        length = be32(buffer, at + 1)
         if buffer[at + 5] == 119:
             kind = buffer[at + 30] if length > 29 else np.uint8(0)
             kinds[index] = kind
             offsets[index] = at + 30
             lengths[index] = length - 29
-            high = np.uint64(_be32(buffer, at + 6))
-            low = np.uint64(_be32(buffer, at + 10))
+            high = np.uint64(be32(buffer, at + 6))
+            low = np.uint64(be32(buffer, at + 10))
             lsns[index] = (high << np.uint64(32)) | low
             relations[index] = 0
             if not any_kind and _has_relation(kind):
-                relations[index] = _be32(buffer, at + 31)
+                relations[index] = be32(buffer, at + 31)
             index += 1
         else:
             keepalive = at
@@ -239,7 +229,7 @@ def _fill(
 def _whole_frames(buffer: Bytes, limit: int) -> int:
     at = 0
     while at < len(buffer):
-        end = at + 1 + _be32(buffer, at + 1)
+        end = at + 1 + be32(buffer, at + 1)
         if end > limit and at > 0:
             break
         at = end

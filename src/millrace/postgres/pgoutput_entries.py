@@ -17,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.postgres.kernel import kernel
+from millrace.postgres.kernel import be16, be32, kernel
 from millrace.postgres.pgoutput import Bytes
 
 # In place of a size.
@@ -181,7 +181,7 @@ def _tuple(
 ) -> Any:
     """(where the tuple ends or -1, entries there are now, unchanged columns there are now)."""
     _, entry_column, entry_at, entry_size, entry_is_binary = entries
-    if at + 2 > end or (np.int64(buffer[at]) << 8 | np.int64(buffer[at + 1])) != count:
+    if at + 2 > end or be16(buffer, at) != count:
         return -1, entry, unchanged
     at += 2
     for column in range(first, first + count):
@@ -199,12 +199,7 @@ def _tuple(
         if mark == 116 or mark == 98:
             if at + 4 > end:
                 return -1, entry, unchanged
-            size = (
-                np.int64(buffer[at]) << 24
-                | np.int64(buffer[at + 1]) << 16
-                | np.int64(buffer[at + 2]) << 8
-                | np.int64(buffer[at + 3])
-            )
+            size = be32(buffer, at)
             at += 4
             if at + size > end:
                 return -1, entry, unchanged

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace.errors import FormatError
-from millrace.postgres.kernel import kernel
+from millrace.postgres.kernel import be16, be32, kernel
 from millrace.postgres.pgoutput import Bytes
 
 # In place of a size.
@@ -186,7 +186,7 @@ def _tuple(
     formats: Any,
 ) -> Any:
     """Where the tuple ends, or -1."""
-    if at + 2 > end or (np.int64(buffer[at]) << 8 | np.int64(buffer[at + 1])) != columns:
+    if at + 2 > end or be16(buffer, at) != columns:
         return -1
     at += 2
     for column in range(columns):
@@ -201,12 +201,7 @@ def _tuple(
         elif mark == 116 or mark == 98:
             if at + 4 > end:
                 return -1
-            size = (
-                np.int64(buffer[at]) << 24
-                | np.int64(buffer[at + 1]) << 16
-                | np.int64(buffer[at + 2]) << 8
-                | np.int64(buffer[at + 3])
-            )
+            size = be32(buffer, at)
             at += 4
             if size < 0 or at + size > end:
                 return -1

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.postgres.kernel import kernel
+from millrace.postgres.kernel import be16, kernel
 from millrace.postgres.pgoutput import Bytes
 
 Texts = tuple[Bytes, NDArray[np.int64]]
@@ -173,11 +173,6 @@ def _timestamps(microseconds: Any, zone: Any, out: Any, sizes: Any) -> Any:
 
 
 @kernel
-def _be16(buffer: Any, at: Any) -> Any:
-    return np.int64(buffer[at]) << 8 | np.int64(buffer[at + 1])
-
-
-@kernel
 def _numerics_room(buffer: Any, positions: Any, sizes: Any) -> Any:
     """Bytes that are enough for all, or -1."""
     room = 0
@@ -185,17 +180,17 @@ def _numerics_room(buffer: Any, positions: Any, sizes: Any) -> Any:
         at = positions[row]
         if sizes[row] < 8:
             return -1
-        count = _be16(buffer, at)
-        sign = _be16(buffer, at + 4)
+        count = be16(buffer, at)
+        sign = be16(buffer, at + 4)
         if sizes[row] != 8 + 2 * count or (sign != 0 and sign != 0x4000):
             return -1
         for i in range(count):
-            if _be16(buffer, at + 8 + 2 * i) > 9999:
+            if be16(buffer, at + 8 + 2 * i) > 9999:
                 return -1
-        weight = _be16(buffer, at + 2)
+        weight = be16(buffer, at + 2)
         before = weight + 1 if weight < 0x8000 else 0
         # A sign, the point, a zero before it.
-        room += 4 * before + _be16(buffer, at + 6) + 7
+        room += 4 * before + be16(buffer, at + 6) + 7
     return room
 
 
@@ -204,7 +199,7 @@ def _digit(buffer: Any, at: Any, count: Any, number: Any) -> Any:
     """A decimal digit, counted from the first one stored."""
     if number < 0 or number >= 4 * count:
         return 0
-    group = _be16(buffer, at + 8 + 2 * (number // 4))
+    group = be16(buffer, at + 8 + 2 * (number // 4))
     place = number % 4
     if place == 0:
         return group // 1000
@@ -221,12 +216,12 @@ def _numerics(buffer: Any, positions: Any, out: Any, sizes: Any) -> Any:
     for row in range(len(positions)):
         begin = end
         at = positions[row]
-        count = _be16(buffer, at)
-        weight = _be16(buffer, at + 2)
+        count = be16(buffer, at)
+        weight = be16(buffer, at + 2)
         if weight >= 0x8000:
             weight -= 0x10000
-        scale = _be16(buffer, at + 6)
-        if _be16(buffer, at + 4):
+        scale = be16(buffer, at + 6)
+        if be16(buffer, at + 4):
             out[end] = 45
             end += 1
         # The number of the first decimal digit after the point.

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.fixtures.receiving import wait_until
 from tests.fixtures.stream_pair import StreamPair
+from tests.fixtures.wait import wait_for
 
 from millrace.config.dsn import Dsn
 from millrace.errors import ApplyError
@@ -510,7 +510,7 @@ def test_rows_are_looked_up_by_key(pair: StreamPair) -> None:
     assert row is not None
     pair.run("UPDATE account SET balance = 1 WHERE id % 4 = 0", "DELETE FROM account WHERE id < 9")
     pair.follow()
-    wait_until(lambda: (pair.target.execute(read).fetchone() or row)[1] > row[1])
+    wait_for(lambda: (pair.target.execute(read).fetchone() or row)[1] > row[1])
     assert pair.target.execute(read).fetchone() == (row[0], row[1] + 5006)
     pair.assert_equal()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import pickle
 import signal
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import psycopg
 import pytest
 from tests.fixtures.copy_child import CopyChild
+from tests.fixtures.wait import wait_for
 
 from millrace import failpoint, retry
 from millrace.clone.copy import CopyTask, Outcome, copy_parts, part_statements
@@ -28,7 +28,6 @@ pytestmark = pytest.mark.timeout(60)
 
 ROWS = 1000
 SECRET = "s3cret"
-DEADLINE_SECONDS = 30
 
 
 class Bench:
@@ -120,13 +119,6 @@ def start() -> Iterator[Callable[..., CopyChild]]:
         child.close()
 
 
-def wait_until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true"
-        time.sleep(0.02)
-
-
 def only(outcomes: list[Outcome]) -> Outcome:
     assert len(outcomes) == 1
     return outcomes[0]
@@ -174,8 +166,8 @@ def test_same_part_twice_at_once_is_copied_once(
     with psycopg.connect(filled.source.conninfo()) as holder:
         holder.execute("LOCK TABLE public.t IN ACCESS EXCLUSIVE MODE")
         children = [start(task), start(task)]
-        wait_until(lambda: waiting_for_locks(filled.at_source, "relation") == 1)
-        wait_until(lambda: waiting_for_locks(filled.at_target, "advisory") == 1)
+        wait_for(lambda: waiting_for_locks(filled.at_source, "relation") == 1)
+        wait_for(lambda: waiting_for_locks(filled.at_target, "advisory") == 1)
     outcomes = [only(child.outcomes()) for child in children]
     filled.assert_copied_once()
     rounded = {dataclasses.replace(o, seconds=round(o.seconds, 5)) for o in outcomes}
@@ -257,7 +249,7 @@ def test_first_attempt_evicts_nobody(filled: Bench, start: Callable[..., CopyChi
     frozen = start(task, failpoints="copy.begin=stop*1")
     frozen.wait_until_frozen()
     other = start(task)
-    wait_until(lambda: waiting_for_locks(filled.at_target, "advisory") == 1)
+    wait_for(lambda: waiting_for_locks(filled.at_target, "advisory") == 1)
     frozen.process.send_signal(signal.SIGCONT)
     assert [only(child.outcomes()).rows for child in (frozen, other)] == [ROWS, ROWS]
     filled.assert_copied_once()

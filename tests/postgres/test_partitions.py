@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from tests.fixtures.receiving import Source, received_messages, receiving, wait_until
+from tests.fixtures.receiving import Source, received_messages, receiving
 from tests.fixtures.stream_pair import StreamPair
+from tests.fixtures.wait import wait_for
 
 from millrace.errors import ApplyError, PreflightError
 from millrace.postgres.pgoutput import decode_relation
@@ -443,7 +444,7 @@ def test_a_receiver_remembers_partitions_from_one_connection_to_the_next(
     try:
         with SpoolWriter(tmp_path) as spool, receiving(source.settings(), spool):
             source.execute("UPDATE m SET v = 'known'")
-            wait_until(lambda: spool.last_end_lsn)
+            wait_for(lambda: spool.last_end_lsn)
             # The receiver waits before it comes back.
             source.execute(
                 "SELECT pg_terminate_backend(active_pid) FROM pg_replication_slots"
@@ -451,7 +452,7 @@ def test_a_receiver_remembers_partitions_from_one_connection_to_the_next(
                 " DROP TABLE m1; ALTER TABLE m DETACH PARTITION m2"
             )
             end = source.lsn()
-            wait_until(lambda: spool.complete_lsn >= end)
+            wait_for(lambda: spool.complete_lsn >= end)
         relations = [decode_relation(m) for m in received_messages(tmp_path) if m[:1] == b"R"]
     finally:
         source.close()
@@ -478,7 +479,7 @@ def test_partitions_that_come_and_move_while_a_receiver_is_connected(
                 last = spool.last_end_lsn
                 source.execute(then)
                 if not then.startswith(("CREATE", "ALTER")):
-                    wait_until(lambda last=last: spool.last_end_lsn > last)
+                    wait_for(lambda last=last: spool.last_end_lsn > last)
         found = {}
         rows = []
         for message in received_messages(tmp_path):

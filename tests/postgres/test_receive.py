@@ -21,10 +21,10 @@ from tests.fixtures.receiving import (
     commit_ends_of,
     received_messages,
     receiving,
-    wait_until,
     without_relations,
 )
 from tests.fixtures.tls import open_tls_cluster, tls_uri
+from tests.fixtures.wait import wait_for
 
 from millrace.config.dsn import Dsn
 from millrace.errors import ConfigError, ServerError, SlotLost
@@ -120,7 +120,7 @@ def test_slot_position_does_not_move_before_fsync(source: Source, tmp_path: Path
             time.sleep(0.3)  # time in which a wrong receiver would confirm
             assert source.confirmed_lsn() == before
             spool.may_sync.set()
-            wait_until(lambda: source.confirmed_lsn() > before)
+            wait_for(lambda: source.confirmed_lsn() > before)
             assert source.confirmed_lsn() <= spool.durable_lsn
         assert SpoolReader(tmp_path).last_end_lsn() == spool.last_end_lsn
 
@@ -152,7 +152,7 @@ def test_killed_anywhere_it_goes_on_without_loss(
             failpoints=f"{point}=kill@{marker}",
         )
         assert child.exit_status() == -signal.SIGKILL
-    wait_until(lambda: not source.scalar(_IS_ACTIVE.format(source.slot)))
+    wait_for(lambda: not source.scalar(_IS_ACTIVE.format(source.slot)))
     ReceiveChild(source.uri, source.slot, directory, endpos=source.lsn()).outcome()
     _assert_as_sent(source, directory)
 
@@ -183,7 +183,7 @@ def test_a_restarted_server_is_connected_again(tmp_path: Path, mode: str) -> Non
         source = Source(cluster.create_database("s"), TABLE)
         with SpoolWriter(tmp_path) as spool, receiving(source.settings(), spool):
             _insert(source, 1, 300)
-            wait_until(lambda: spool.durable_lsn >= source.confirmed_lsn() > 0)
+            wait_for(lambda: spool.durable_lsn >= source.confirmed_lsn() > 0)
             started = time.monotonic()
             cluster.restart(mode)
             assert time.monotonic() - started < 20
@@ -193,7 +193,7 @@ def test_a_restarted_server_is_connected_again(tmp_path: Path, mode: str) -> Non
             source.execute("SET synchronous_commit = on")
             _insert(source, 1001, 300)
             end = source.lsn()
-            wait_until(lambda: spool.durable_lsn >= end or _ends(tmp_path, source))
+            wait_for(lambda: spool.durable_lsn >= end or _ends(tmp_path, source))
         _assert_as_sent(source, tmp_path)
         source.close()
 
@@ -279,7 +279,7 @@ def test_endpos_set_while_it_runs(source16: Source, tmp_path: Path) -> None:
     with Sentinel(tmp_path) as sentinel, SpoolWriter(tmp_path) as spool:
         with receiving(source.settings(), spool, sentinel) as thread:
             _insert(source, 1, 10)
-            wait_until(lambda: spool.durable_lsn > source.created.start_lsn)
+            wait_for(lambda: spool.durable_lsn > source.created.start_lsn)
             sentinel.set_endpos(source.lsn())
             thread.join(10)
             assert thread.received is not None
@@ -304,7 +304,7 @@ def test_an_idle_database_still_advances(
         source_cluster.execute("DROP TABLE busy")
         source_cluster.execute("CHECKPOINT")
         end = source.lsn()
-        wait_until(lambda: source.confirmed_lsn() >= end)
+        wait_for(lambda: source.confirmed_lsn() >= end)
     assert read_all(tmp_path) == b""
 
 
@@ -326,7 +326,7 @@ def test_a_full_spool_holds_the_receiver_back(
         for turn in range(20):
             _insert(source, 1 + turn * 1000, 1000, per_transaction=500)
             time.sleep(0.03)
-        wait_until(lambda: "holding back" in caplog.text)
+        wait_for(lambda: "holding back" in caplog.text)
         held = source.confirmed_lsn()
         reader = SpoolReader(tmp_path)
         last_end = _last_end(source)
@@ -337,10 +337,8 @@ def test_a_full_spool_holds_the_receiver_back(
             prune(tmp_path, applied)
             return applied == last_end and source.confirmed_lsn() > held
 
-        wait_until(is_all_received)
-        wait_until(
-            lambda: caplog.text.count("holding back") == caplog.text.count("receiving again")
-        )
+        wait_for(is_all_received)
+        wait_for(lambda: caplog.text.count("holding back") == caplog.text.count("receiving again"))
 
 
 def _last_end(source: Source) -> int:
@@ -366,7 +364,7 @@ def test_prefetch_off_holds_and_on_goes_on(source16: Source, tmp_path: Path) -> 
             assert spool.last_end_lsn == 0
             sentinel.set_prefetch(True)
             end = _last_end(source)
-            wait_until(lambda: spool.last_end_lsn == end)
+            wait_for(lambda: spool.last_end_lsn == end)
 
 
 @pytest.mark.slow
@@ -411,7 +409,7 @@ def test_text_takes_over_when_a_column_needs_it(
     with SpoolWriter(tmp_path) as spool, receiving(source.settings(), spool):
         _insert(source, 1, 2)
         end["binary"] = _last_end(source)
-        wait_until(lambda: spool.durable_lsn >= end["binary"])
+        wait_for(lambda: spool.durable_lsn >= end["binary"])
         source.execute(
             "CREATE TYPE mood AS ENUM ('good', 'bad')",
             "CREATE TYPE pair AS (a int, b int)",
@@ -421,7 +419,7 @@ def test_text_takes_over_when_a_column_needs_it(
             "INSERT INTO t VALUES (11, 'in text', 'bad', '{good,bad}', '(1,2)')",
         )
         end["text"] = _last_end(source)
-        wait_until(lambda: spool.durable_lsn >= end["text"])
+        wait_for(lambda: spool.durable_lsn >= end["text"])
     assert caplog.text.count("going on in text") == 1
     found = without_relations(received_messages(tmp_path))
     in_text = without_relations(source.expected())
@@ -492,13 +490,13 @@ def test_an_encrypted_connection_gives_the_same_frames(tmp_path: Path) -> None:
         with SpoolWriter(tmp_path) as spool, receiving(source.settings(), spool):
             _insert(source, 30_000, 10)
             end = _last_end(source)
-            wait_until(lambda: spool.durable_lsn >= end)
+            wait_for(lambda: spool.durable_lsn >= end)
             source.execute(
                 "SELECT pg_terminate_backend(active_pid) FROM pg_replication_slots WHERE active"
             )
             _insert(source, 40_000, 10)
             end = _last_end(source)
-            wait_until(lambda: spool.durable_lsn >= end)
+            wait_for(lambda: spool.durable_lsn >= end)
         _assert_as_sent(source, tmp_path)
         source.close()
 
@@ -540,9 +538,9 @@ def test_a_promoted_standby_goes_on(tmp_path: Path) -> None:
         asked = source.settings(source=Dsn.parse(both))
         with SpoolWriter(tmp_path) as spool, receiving(asked, spool):
             with psycopg.connect(standby.uri("s"), autocommit=True) as replica:
-                wait_until(is_in_step)
+                wait_for(is_in_step)
                 written = source.insert_lsn()
-                wait_until(lambda: _replayed(replica) >= written)
+                wait_for(lambda: _replayed(replica) >= written)
             source.connection.close()
             primary.stop("immediate")
             with psycopg.connect(standby.uri("s"), autocommit=True) as replica:
@@ -551,7 +549,7 @@ def test_a_promoted_standby_goes_on(tmp_path: Path) -> None:
                 for _ in range(100):
                     replica.execute("INSERT INTO t VALUES (%s, 'after')", (next(numbers),))
             count = next(numbers) - 1
-            wait_until(lambda: _count_rows(tmp_path) >= count)
+            wait_for(lambda: _count_rows(tmp_path) >= count)
         assert _count_rows(tmp_path) == count
 
 
@@ -596,7 +594,7 @@ def test_a_slot_lag_beyond_the_limit_is_told(
 def test_two_receivers_of_one_slot_do_not_get_along(source16: Source, tmp_path: Path) -> None:
     source = source16
     with SpoolWriter(tmp_path / "a") as spool, receiving(source.settings(), spool):
-        wait_until(lambda: source.scalar(_IS_ACTIVE.format(source.slot)))
+        wait_for(lambda: source.scalar(_IS_ACTIVE.format(source.slot)))
         with (
             SpoolWriter(tmp_path / "b") as other,
             pytest.raises(ServerError, match=r"is active|somebody else"),

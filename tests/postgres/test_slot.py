@@ -13,7 +13,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from tests.fixtures.receiving import wait_until
+from tests.fixtures.wait import wait_for
 
 from millrace.config.dsn import Dsn
 from millrace.errors import PreflightError, ServerError
@@ -141,7 +141,7 @@ def test_a_slot_that_is_read_is_not_dropped(database: str, tmp_path: Path) -> No
     process = _start("stream", "receive", env=environment)
     try:
         with connect(Dsn.parse(database), "test") as connection:
-            wait_until(lambda: (read_slot(connection, slot) or _none()).active_pid is not None)
+            wait_for(lambda: (read_slot(connection, slot) or _none()).active_pid is not None)
             with pytest.raises(ServerError, match="is being read by process"):
                 cleanup(connection, None, slot)
     finally:

@@ -9,7 +9,8 @@ from pathlib import Path
 import psycopg
 import pytest
 from tests.fixtures.changes import Transaction, append, join, relation_version
-from tests.fixtures.receiving import Source, messages_of, wait_until, without_relations
+from tests.fixtures.receiving import Source, messages_of, without_relations
+from tests.fixtures.wait import wait_for
 
 from millrace.config.dsn import Dsn
 from millrace.errors import ConnectionLost, ServerError, WorkDirError
@@ -74,7 +75,7 @@ def _write_again(kind: Kind) -> Writer:
             found.append(kind.write())
         return bool(found)
 
-    wait_until(opened)
+    wait_for(opened)
     return found[0]
 
 

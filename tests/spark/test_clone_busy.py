@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psycopg
 import pytest
+from tests.fixtures.wait import wait_for
 
 from millrace.clone.compare_run import CompareSettings, compare_data
 from millrace.clone.progress import Reporter
@@ -19,8 +19,6 @@ from millrace.demo.shop import Writers, create_shop
 from millrace.postgres.embedded import Cluster
 from millrace.snapshot.export import open_snapshot
 from millrace.spark.session import Engine
-
-DEADLINE_SECONDS = 60
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +35,7 @@ def test_clone_of_a_busy_shop_holds_exactly_the_rows_of_its_snapshot(
 ) -> None:
     source, target = Dsn.parse(shop), Dsn.parse(target_db)
     with Writers(shop) as writers, open_snapshot(source) as held:
-        wait_until(lambda: writers.committed > 0)
+        wait_for(lambda: writers.committed > 0)
         before = writers.committed
         settings = CloneSettings(
             source,
@@ -59,7 +57,7 @@ def test_clone_of_a_busy_shop_holds_exactly_the_rows_of_its_snapshot(
         }
         # Without the snapshot the target would have some of what was written meanwhile.
         count = "SELECT count(*) FROM shop.orders"
-        wait_until(lambda: scalar(shop, count) > scalar(target_db, count))
+        wait_for(lambda: scalar(shop, count) > scalar(target_db, count))
     # Sequences know no snapshots: a target's may be ahead of its rows, never behind.
     behind = "SELECT (SELECT last_value FROM shop.orders_id_seq) - max(id) FROM shop.orders"
     assert scalar(target_db, behind) >= 0
@@ -70,10 +68,3 @@ def scalar(uri: str, query: str) -> int:
         row = connection.execute(query.encode()).fetchone()
     assert row is not None
     return int(row[0])
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true"
-        time.sleep(0.01)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import psycopg
 import pytest
+from tests.fixtures.sql import execute, rows
+from tests.fixtures.wait import wait_for
 
 from millrace.clone.compare_run import CompareSettings, compare_data
 from millrace.clone.progress import Reporter
@@ -24,7 +24,6 @@ from millrace.spark.session import Engine
 Databases = Callable[[str, str], tuple[str, str]]
 Cloner = Callable[[str, str], CloneResult]
 
-DEADLINE_SECONDS = 30
 
 _numbers = itertools.count(1)
 
@@ -56,18 +55,6 @@ def cloner(engine: Engine, reporter: Reporter, tmp_path: Path) -> Cloner:
         return clone(settings, engine, reporter)
 
     return run
-
-
-def execute(uri: str, *statements: str | bytes, client_encoding: str = "UTF8") -> None:
-    with psycopg.connect(uri, autocommit=True, client_encoding=client_encoding) as connection:
-        for statement in statements:
-            raw = statement.encode() if isinstance(statement, str) else statement
-            connection.execute(raw)
-
-
-def rows(uri: str, query: str, client_encoding: str = "UTF8") -> list[tuple[Any, ...]]:
-    with psycopg.connect(uri, client_encoding=client_encoding) as connection:
-        return connection.execute(query.encode()).fetchall()
 
 
 def formats(result: CloneResult) -> dict[str, str]:
@@ -230,7 +217,7 @@ def test_character_that_the_target_lacks_is_an_error_that_names_the_table(
     assert rows(target, "SELECT count(*) FROM accepted") == [(100,)]
     assert rows(target, "SELECT count(*) FROM refused") == [(0,)]
     sessions = "SELECT application_name FROM pg_stat_activity WHERE application_name ~ '^millrace'"
-    wait_until(lambda: rows(source, sessions) == rows(target, sessions) == [])
+    wait_for(lambda: rows(source, sessions) == rows(target, sessions) == [])
 
 
 def test_sql_ascii_names_that_are_not_utf8_are_refused_before_anything_is_touched(
@@ -242,10 +229,3 @@ def test_sql_ascii_names_that_are_not_utf8_are_refused_before_anything_is_touche
         cloner(source, target)
     assert raised.value.exit_code == 5
     assert rows(target, "SELECT count(*) FROM pg_namespace WHERE oid >= 16384") == [(0,)]
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true"
-        time.sleep(0.05)

@@ -16,7 +16,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -27,6 +26,8 @@ from typing import Any, TypeVar
 import psutil
 import psycopg
 import pytest
+from tests.fixtures.sql import execute, rows
+from tests.fixtures.wait import wait_for
 
 from millrace.clone.compare_run import CompareSettings, compare_data
 from millrace.clone.progress import Reporter
@@ -58,26 +59,6 @@ INSERT INTO small SELECT i, 'name ' || i FROM generate_series(1, 100) AS i;
 """
 
 T = TypeVar("T")
-
-
-def rows(uri: str, query: str) -> list[tuple[Any, ...]]:
-    with psycopg.connect(uri) as connection:
-        return connection.execute(query.encode()).fetchall()
-
-
-def execute(uri: str, *statements: str) -> None:
-    with psycopg.connect(uri, autocommit=True) as connection:
-        for statement in statements:
-            connection.execute(statement.encode())
-
-
-def wait_for(what: Callable[[], T]) -> T:
-    """The first value that is true."""
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while not (value := what()):
-        assert time.monotonic() < deadline, "it did not come true"
-        time.sleep(0.02)
-    return value
 
 
 # What holds a clone in the middle, and what looks at it there.

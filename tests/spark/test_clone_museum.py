@@ -6,9 +6,9 @@ import re
 import subprocess
 from pathlib import Path
 
-import psycopg
 import pytest
 from tests.fixtures import create_museum_roles, load_museum
+from tests.fixtures.sql import rows
 
 from millrace.clone.compare_run import CompareSettings, compare_data
 from millrace.clone.run import clone
@@ -96,8 +96,3 @@ SELECT coalesce(r.rolname, ''), s.setconfig, shobj_description(d.oid, 'pg_databa
   LEFT JOIN pg_roles r ON r.oid = s.setrole
  WHERE d.datname = current_database() ORDER BY 1"""
 OUR_SCHEMA = "SELECT count(*) FROM pg_namespace WHERE nspname = 'millrace'"
-
-
-def rows(uri: str, query: str) -> list[tuple[object, ...]]:
-    with psycopg.connect(uri) as connection:
-        return connection.execute(query).fetchall()

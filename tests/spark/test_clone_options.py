@@ -14,6 +14,7 @@ from typing import Any
 
 import psycopg
 import pytest
+from tests.fixtures.sql import execute, rows
 
 from millrace.clone.compare_run import CompareSettings, compare_data
 from millrace.clone.progress import Progress, Reporter
@@ -51,17 +52,6 @@ class Silent:
 
     def update(self, progress: Progress) -> None:
         return
-
-
-def rows(uri: str, query: str) -> Rows:
-    with psycopg.connect(uri) as connection:
-        return connection.execute(query.encode()).fetchall()
-
-
-def execute(uri: str, *statements: str) -> None:
-    with psycopg.connect(uri, autocommit=True) as connection:
-        for statement in statements:
-            connection.execute(statement.encode())
 
 
 def assert_equal_data(source: str, target: str, engine: Engine) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +13,8 @@ from typing import Any
 import psycopg
 import pytest
 from tests.fixtures import create_museum_roles, load_museum
+from tests.fixtures.sql import execute, rows
+from tests.fixtures.wait import wait_for
 
 from millrace.clone.compare_run import CompareSettings, compare_data
 from millrace.clone.progress import Reporter
@@ -27,7 +28,6 @@ from millrace.errors import ServerError
 from millrace.postgres.embedded import Cluster, open_cluster
 from millrace.spark.session import Engine
 
-DEADLINE_SECONDS = 60
 PASSWORD = "tr1cky: \\ pass'word"
 
 Cloner = Callable[..., CloneResult]
@@ -55,24 +55,6 @@ def system_dbs(system_cluster: Cluster) -> Iterator[tuple[str, str]]:
     yield one, two
     for name in names:
         system_cluster.drop_database(name)
-
-
-def rows(uri: str, query: str) -> list[tuple[Any, ...]]:
-    with psycopg.connect(uri) as connection:
-        return connection.execute(query.encode()).fetchall()
-
-
-def execute(uri: str, *statements: str) -> None:
-    with psycopg.connect(uri, autocommit=True) as connection:
-        for statement in statements:
-            connection.execute(statement.encode())
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true"
-        time.sleep(0.05)
 
 
 # Versions
@@ -301,7 +283,7 @@ def password_asked(cluster: Cluster, user: str, *, kind: str = "host") -> Iterat
     execute(cluster.uri(), f"CREATE ROLE {user} SUPERUSER LOGIN PASSWORD $${PASSWORD}$$")
     try:
         write_and_reload(cluster, hba, lines + before)
-        wait_until(lambda: not may_connect(cluster.uri(user=user, tcp=True)))
+        wait_for(lambda: not may_connect(cluster.uri(user=user, tcp=True)))
         yield
     finally:
         write_and_reload(cluster, hba, before)
@@ -341,7 +323,7 @@ def tls_cluster(
         os.chown(copy, owner.st_uid, owner.st_gid)
     uri = system_cluster.uri()
     execute(uri, "ALTER SYSTEM SET ssl = on", "SELECT pg_reload_conf()")
-    wait_until(lambda: rows(uri, "SHOW ssl") == [("on",)])
+    wait_for(lambda: rows(uri, "SHOW ssl") == [("on",)])
     with password_asked(system_cluster, "tls_user", kind="hostssl"):
         yield system_cluster, certificate
     execute(uri, "ALTER SYSTEM RESET ssl", "SELECT pg_reload_conf()")

@@ -8,8 +8,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import psycopg
 import pytest
+from tests.fixtures.sql import execute, rows
 
 from millrace.clone.compare import RowDifference
 from millrace.clone.compare_run import CompareSettings, compare_data, compare_schema
@@ -107,17 +107,6 @@ app.paint.secret
 """
 
 RULES = parse_filters(FILTERS, name="f.ini")
-
-
-def execute(uri: str, *statements: str) -> None:
-    with psycopg.connect(uri, autocommit=True) as connection:
-        for statement in statements:
-            connection.execute(statement.encode())
-
-
-def rows(uri: str, query: str) -> list[tuple[object, ...]]:
-    with psycopg.connect(uri) as connection:
-        return connection.execute(query.encode()).fetchall()
 
 
 def differing_schema(source: str, target: str, rules: FilterRules) -> set[str]:

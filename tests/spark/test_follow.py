@@ -7,15 +7,15 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import psycopg
 import pytest
 from tests.fixtures.followed import ACCOUNTS, Followed, lsn_of, open_followed, writing
+from tests.fixtures.wait import wait_for
 
 from millrace.clone.filter import FilterRules
 from millrace.config.dsn import Dsn
@@ -40,13 +40,6 @@ def followed(source_db: str, target_db: str, tmp_path: Path, engine: Engine) -> 
         yield opened
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.05)
-
-
 def test_no_source_transaction_is_ever_seen_in_part(followed: Followed) -> None:
     seen: set[int] = set()
     stop = threading.Event()
@@ -67,7 +60,7 @@ def test_no_source_transaction_is_ever_seen_in_part(followed: Followed) -> None:
     with writing(followed.source, seed=1) as written:
         running = followed.start()
         reader.start()
-        wait_until(lambda: written() > 300 and len(seen) > 5)
+        wait_for(lambda: written() > 300 and len(seen) > 5)
     followed.set_endpos(followed.end())
     running.join(DEADLINE_SECONDS)
     stop.set()
@@ -109,7 +102,7 @@ def test_end_position_cuts_between_transactions(followed: Followed) -> None:
 
 def test_killed_workers_apply_nothing_twice(followed: Followed, tmp_path: Path) -> None:
     with writing(followed.source, seed=2) as written:
-        wait_until(lambda: written() > 100)
+        wait_for(lambda: written() > 100)
     points = []
     for place in ("after_delete", "after_update", "before_commit", "after_commit"):
         marker = tmp_path / place
@@ -133,10 +126,10 @@ def test_killed_receiver_is_started_again(followed: Followed) -> None:
         running = followed.start()
         for _ in range(2):
             before = written()
-            wait_until(lambda before=before: written() > before + 50 and receivers() != [])
+            wait_for(lambda before=before: written() > before + 50 and receivers() != [])
             for pid in receivers():
                 os.kill(pid, signal.SIGKILL)
-            wait_until(lambda: receivers() == [])
+            wait_for(lambda: receivers() == [])
     followed.set_endpos(followed.end())
     running.join(DEADLINE_SECONDS)
     assert followed.result.reached_endpos
@@ -153,7 +146,7 @@ def receivers() -> list[int]:
 
 def test_several_workers_end_equal(followed: Followed) -> None:
     with writing(followed.source, seed=4) as written:
-        wait_until(lambda: written() > 150)
+        wait_for(lambda: written() > 150)
     assert followed.follow(apply_jobs=2).reached_endpos
     followed.assert_equal()
 
@@ -164,12 +157,12 @@ def test_apply_can_be_switched_off_and_on(followed: Followed) -> None:
         running = followed.start()
         end = lsn_of(followed.source, "INSERT INTO seat VALUES (50, 50)")
         sentinel.set_endpos(end)
-        wait_until(lambda: (sentinel.read().flushed_lsn or 0) >= end)
+        wait_for(lambda: (sentinel.read().flushed_lsn or 0) >= end)
         with psycopg.connect(followed.target) as connection:
             row = connection.execute("SELECT count(*) FROM seat WHERE id = 50").fetchone()
         assert row == (0,)
         # Nothing was ever applied, and yet it is known how long that waits.
-        wait_until(lambda: followed.reporter.last.lag_seconds > 0)
+        wait_for(lambda: followed.reporter.last.lag_seconds > 0)
         assert running.is_alive()
         sentinel.set_apply(True)
     running.join(DEADLINE_SECONDS)
@@ -248,7 +241,7 @@ def test_a_spool_on_the_target_ends_equal(table_followed: Followed) -> None:
     followed = table_followed
     with writing(followed.source, seed=5) as written:
         running = followed.start()
-        wait_until(lambda: written() > 100)
+        wait_for(lambda: written() > 100)
         with psycopg.connect(followed.target, autocommit=True) as connection:
             # As a target does that goes down, for receiver and worker alike.
             connection.execute(
@@ -256,7 +249,7 @@ def test_a_spool_on_the_target_ends_equal(table_followed: Followed) -> None:
                 " current_database() AND application_name ~ '^millrace (spool|apply|read)'"
             )
         before = written()
-        wait_until(lambda: written() > before + 100)
+        wait_for(lambda: written() > before + 100)
     followed.set_endpos(followed.end())
     running.join(DEADLINE_SECONDS)
     assert followed.result.reached_endpos

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psycopg
 import pytest
+from tests.fixtures.sql import rows
 
 from millrace.clone import step
 from millrace.clone.compare_run import CompareSettings, compare_data
@@ -38,11 +39,6 @@ def run_cli(
         text=True,
         timeout=200,
     )
-
-
-def rows(uri: str, query: str) -> list[tuple[object, ...]]:
-    with psycopg.connect(uri) as connection:
-        return connection.execute(query).fetchall()
 
 
 # All the others are in test_torture.py.

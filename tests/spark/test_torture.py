@@ -16,9 +16,10 @@ from pathlib import Path
 
 import psycopg
 import pytest
+from tests.fixtures.wait import wait_for
 from tests.torture.campaign import Campaign
 from tests.torture.failpoints import AFTER, BEFORE, BESIDE, FAILPOINTS, TASK, read_failpoints
-from tests.torture.program import Program, wait_for
+from tests.torture.program import Program
 from tests.torture.schedule import (
     CLONE_KINDS,
     draw,

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import psycopg
+from tests.fixtures.wait import wait_for
 from tests.torture.interrupt import CampaignFailed
 from tests.torture.pair import DATABASE, JOBS, SPLIT, Move, Pair
-from tests.torture.program import Program, wait_for
+from tests.torture.program import Program
 from tests.torture.workload import ACCOUNTS_SUM, Workload, create_tables, patiently
 
 from millrace.clone.run import is_finished

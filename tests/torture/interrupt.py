@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import psutil
-from tests.torture.program import POLL_SECONDS, Program, wait_for
+from tests.fixtures.wait import POLL_SECONDS, wait_for
+from tests.torture.program import Program
 from tests.torture.proxy import Proxy
 from tests.torture.schedule import SIDES, After, Interruption, Kind
 

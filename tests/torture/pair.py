@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import psycopg
-from tests.torture.program import Program, wait_for
+from tests.fixtures.wait import wait_for
+from tests.torture.program import Program
 from tests.torture.proxy import Proxy
 
 from millrace.clone.compare_run import CompareSettings, compare_data

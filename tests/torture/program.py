@@ -13,34 +13,20 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 import psutil
 from tests.fixtures.spark_folder import application_folder, remove_application_folder
+from tests.fixtures.wait import DEADLINE_SECONDS, POLL_SECONDS
 from tests.torture.failpoints import FAILPOINTS, STREAM
 
 from millrace.failpoint import VARIABLE
 
 EVERYWHERE = FAILPOINTS + STREAM
-DEADLINE_SECONDS = 90
-POLL_SECONDS = 0.01
 
 # Millrace has two, Spark its own for a cluster.
 _DAEMON = re.compile(r"\b(millrace\.|py)spark\.(stream_)?daemon\b")
 _EXECUTOR = "CoarseGrainedExecutorBackend"
-
-T = TypeVar("T")
-
-
-def wait_for(what: Callable[[], T], why: str, seconds: float = DEADLINE_SECONDS) -> T:
-    """The first value that is true."""
-    deadline = time.monotonic() + seconds
-    while not (value := what()):
-        assert time.monotonic() < deadline, f"it did not come true: {why}"
-        time.sleep(POLL_SECONDS)
-    return value
 
 
 class Program:

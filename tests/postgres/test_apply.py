@@ -383,6 +383,15 @@ def test_insert_whose_key_is_taken_stops(pair: StreamPair) -> None:
     assert pair.target.execute("SELECT count(*) FROM account").fetchone() == (1,)
 
 
+def test_an_update_that_a_check_refuses_says_so(pair: StreamPair) -> None:
+    pair.begin(ACCOUNT, on_target="ALTER TABLE account ADD CHECK (balance < 9)")
+    pair.run("INSERT INTO account VALUES (1, 'a', 1)")
+    pair.follow()
+    pair.run("UPDATE account SET balance = 9")
+    with pytest.raises(ApplyError, match=r"^public\.account: .* UPDATE: .*account_balance_check"):
+        pair.follow()
+
+
 def test_skipping_conflicts_says_so(pair: StreamPair, caplog: pytest.LogCaptureFixture) -> None:
     pair.begin(ACCOUNT)
     pair.run("INSERT INTO account SELECT i, 'o', 0 FROM generate_series(1, 10) i")
@@ -506,6 +515,7 @@ def test_rows_are_looked_up_by_key(pair: StreamPair) -> None:
     rows = "INSERT INTO account SELECT i, 'o' || i, 0 FROM generate_series(1, 20000) i"
     pair.begin(ACCOUNT, rows, "ANALYZE account")
     read = "SELECT seq_scan, idx_scan FROM pg_stat_user_tables WHERE relname = 'account'"
+    pair.target.execute("SELECT pg_stat_force_next_flush()")
     row = pair.target.execute(read).fetchone()
     assert row is not None
     pair.run("UPDATE account SET balance = 1 WHERE id % 4 = 0", "DELETE FROM account WHERE id < 9")

@@ -28,8 +28,9 @@ def open_session(dsn: Dsn, role: str, encoding: str) -> PGconn:
     return connection
 
 
-def execute(connection: PGconn, statements: str) -> list[PGresult]:
-    """Run statements in one message; all their results, or the first error."""
+def execute(connection: PGconn, statements: str, what: str = "") -> list[PGresult]:
+    """Run statements in one message; all their results, or the first error, which is named after
+    the first word or after `what`."""
     try:
         connection.send_query(statements.encode())
     except PsycopgError as error:
@@ -37,7 +38,7 @@ def execute(connection: PGconn, statements: str) -> list[PGresult]:
     results = drain(connection)
     for result in results:
         if result.status not in (pq.ExecStatus.TUPLES_OK, pq.ExecStatus.COMMAND_OK):
-            raise result_error(result, statements.split(maxsplit=1)[0])
+            raise result_error(result, what or statements.split(maxsplit=1)[0])
     if not results:
         raise InvariantError("a query had no result")
     return results

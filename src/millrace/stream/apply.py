@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable
 
 from psycopg.pq.abc import PGconn
 
@@ -90,7 +89,7 @@ class Applier:
 
     def _delete(self, plan: TablePlan, staged: StagedRows) -> None:
         self._fill(plan, "d", staged)
-        deleted = self._touch(plan.delete())
+        deleted = self._touch(plan.delete(), "DELETE")
         if deleted != len(staged) and not plan.where:
             self._note_missing(plan, "d", staged, deleted, "delete")
         self.applied.deleted += deleted
@@ -103,7 +102,7 @@ class Applier:
         missing: list[int] = []
         if plan.where or (self._on_conflict is not OnConflict.STOP and not plan.is_multiset):
             missing = self._numbers(plan.missing("u"))
-        updated = self._update_rows(plan, staged, lambda: self._touch(plan.update(columns)))
+        updated = self._update_rows(plan, staged, plan.update(columns))
         if plan.where:
             self._move_through_filter(plan, staged, missing)
         elif updated != len(staged):
@@ -131,15 +130,15 @@ class Applier:
                 lsn=render_lsn(int(staged.lsn[missing[0]])),
             )
 
-    def _update_rows(self, plan: TablePlan, staged: StagedRows, update: Callable[[], int]) -> int:
+    def _update_rows(self, plan: TablePlan, staged: StagedRows, statement: str) -> int:
         moved = plan.count_new_identities(staged.unchanged)
         if moved is not None and self._numbers(moved)[0]:
             return self._lift(plan, staged)
         if not plan.can_trade_values and not staged.is_key_changed:
-            return update()
+            return self._touch(statement, "UPDATE")
         execute(self._session, "SAVEPOINT millrace")
         try:
-            updated = update()
+            updated = self._touch(statement, "UPDATE")
         except ServerError as error:
             if error.facts.get("sqlstate") not in _IN_THE_WAY:
                 raise
@@ -234,8 +233,8 @@ class Applier:
         if stored != len(staged):
             raise InvariantError(f"{plan.label}: {len(staged)} rows sent, {stored} staged")
 
-    def _touch(self, statement: str) -> int:
-        return sum(map(command_rows, execute(self._session, statement)))
+    def _touch(self, statement: str, what: str = "") -> int:
+        return sum(map(command_rows, execute(self._session, statement, what)))
 
     def _numbers(self, query: str) -> list[int]:
         result = execute(self._session, query)[0]

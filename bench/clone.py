@@ -21,7 +21,7 @@ from bench.contestants import Contestant, Course
 from bench.data import SINGLE, UNEVEN, DataSet, build, differences, fingerprint, sizes
 from bench.floor import Psql
 from bench.machine import machine_facts
-from bench.measure import postmaster_pid, run_measured
+from bench.measure import postmaster_pid, quiet, run_measured
 from bench.relay_cpu import NARROW
 from bench.report import (
     DID_NOT_RUN,
@@ -234,8 +234,7 @@ class Arena:
         )
         if contestant.data_only:
             Psql(course.bindir, course.source, course.target).copy_schema()
-        for cluster in (self._source, self._target):
-            cluster.execute("CHECKPOINT")
+        quiet(self._source, self._target)
         return course
 
     def _record(

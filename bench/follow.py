@@ -35,7 +35,7 @@ from bench.data import differences, fingerprint
 from bench.followers import Course, Follower
 from bench.lag import Pace, measure_lag
 from bench.machine import machine_facts
-from bench.measure import Usage, postmaster_pid, run_measured
+from bench.measure import Usage, postmaster_pid, quiet, run_measured
 from bench.report import (
     DID_NOT_RUN,
     HIGHER,
@@ -364,8 +364,7 @@ class Arena:
         self._drop_origins()
         self._target.execute(f"CREATE DATABASE {DATABASE} TEMPLATE {START} STRATEGY file_copy")
         contestant.prepare(course)
-        for cluster in (self._source, self._target):
-            cluster.execute("CHECKPOINT")
+        quiet(self._source, self._target)
         try:
             yield course
         finally:

@@ -30,6 +30,8 @@ from pathlib import Path
 
 import psutil
 
+from millrace.postgres.embedded import Cluster
+
 PR_SET_CHILD_SUBREAPER = 36
 SAMPLE_SECONDS = 0.1
 # Reading the PSS of a large JVM takes milliseconds; sampling may take 2 % of one core, not more.
@@ -77,6 +79,13 @@ def run_measured(
     return replace(
         usage, source_cpu_seconds=source, target_cpu_seconds=target, other_cpu_seconds=other
     )
+
+
+def quiet(*clusters: Cluster) -> None:
+    """What earlier runs left for the disk is written: it would be paid for by the next one."""
+    for cluster in clusters:
+        cluster.execute("CHECKPOINT")
+    os.sync()
 
 
 def server_cpu_seconds(postmaster_pid: int) -> float:

@@ -42,6 +42,9 @@ SERVER_VERSIONS = (18, 16)
 SETTINGS = {
     "shared_buffers": "512MB",
     "max_wal_size": "8GB",
+    # Else who comes later finds WAL files that others have made, and is faster.
+    "wal_recycle": "off",
+    "wal_init_zero": "off",
     "checkpoint_timeout": "1h",
     "maintenance_work_mem": "256MB",
     "wal_level": "replica",

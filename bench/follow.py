@@ -60,8 +60,6 @@ SERVER_VERSION = 18
 SETTINGS = CLONE_SETTINGS | {
     "wal_level": "logical",
     "synchronous_commit": "on",
-    # Used WAL files are kept for the next run.
-    "min_wal_size": "2GB",
     "max_wal_senders": "20",
     "max_replication_slots": "20",
     "max_worker_processes": "16",

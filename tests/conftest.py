@@ -27,8 +27,8 @@ hypothesis.settings.load_profile("millrace")
 _MEMORY = "/dev/shm"
 _ROOM_BYTES = 8 << 30
 if Path(_MEMORY).is_dir():
-    room = min(shutil.disk_usage(_MEMORY).free, psutil.virtual_memory().available)
-    if room > _ROOM_BYTES:
+    _room = min(shutil.disk_usage(_MEMORY).free, psutil.virtual_memory().available)
+    if _room > _ROOM_BYTES:
         os.environ.setdefault(FOLDER_VARIABLE, _MEMORY)
 
 

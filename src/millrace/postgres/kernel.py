@@ -16,7 +16,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def kernel(function: F) -> F:
-    """Compile with Numba; the machine code is kept on disk where a folder can be written."""
+    """Compile with Numba; the machine code is kept on disk where a folder can be written.
+
+    What is kept is made again when its own file changes, not when a kernel that it calls does.
+    """
     try:
         return cast(F, njit(cache=True, nogil=True)(function))
     except RuntimeError:  # no folder for the cache, as for an executor's unknown user

@@ -27,6 +27,7 @@ from bench.report import (
     DID_NOT_RUN,
     RIGHT,
     WRONG,
+    YARDSTICK,
     Comparison,
     Ratio,
     Run,
@@ -35,6 +36,7 @@ from bench.report import (
     last_words,
     say,
 )
+from bench.yardstick import Yardstick
 from millrace.postgres.embedded import Cluster, open_cluster
 
 # The newest first: the bench takes the first that pgcopydb can copy.
@@ -201,18 +203,20 @@ class Arena:
 
     def _run_in(self, work_dir: Path, contestant: Contestant, number: int) -> Run:
         course = self._prepare(work_dir, contestant)
-        usage = run_measured(
-            contestant.command(course),
-            work_dir,
-            source_pid=postmaster_pid(self._source.data_dir),
-            target_pid=postmaster_pid(self._target.data_dir),
-            timeout_seconds=self._timeout_seconds,
-            env=who.environment(course),
-        )
+        with Yardstick() as yardstick:
+            usage = run_measured(
+                contestant.command(course),
+                work_dir,
+                source_pid=postmaster_pid(self._source.data_dir),
+                target_pid=postmaster_pid(self._target.data_dir),
+                timeout_seconds=self._timeout_seconds,
+                env=who.environment(course),
+            )
         if usage.exit_code:
             reason = f"exit code {usage.exit_code}: {last_words(work_dir / 'log')}"
             return self._record(contestant, number, DID_NOT_RUN, reason, asdict(usage))
         figures = {**asdict(usage), **contestant.figures(work_dir)}
+        figures[YARDSTICK] = yardstick.milliseconds()
         waited = figures.get("spark_start_seconds", 0.0)
         figures["wall_without_spark_seconds"] = usage.wall_seconds - waited
         wrong = differences(

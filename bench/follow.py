@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
@@ -42,6 +42,7 @@ from bench.report import (
     LOWER,
     RIGHT,
     WRONG,
+    YARDSTICK,
     Comparison,
     Ratio,
     Run,
@@ -52,6 +53,7 @@ from bench.report import (
     say,
 )
 from bench.watch import Watch
+from bench.yardstick import Yardstick
 from millrace.lsn import parse_lsn
 from millrace.postgres.embedded import Cluster, open_cluster
 from millrace.stream.sentinel import Sentinel
@@ -275,9 +277,15 @@ class Arena:
     def run(self, contestant: Follower, number: int) -> Run:
         """Let the contestant catch up with what its slot holds."""
         with self._open_course(contestant) as course:
-            with Watch(course.source, course.target, contestant.slot) as watch:
+            with (
+                Watch(course.source, course.target, contestant.slot) as watch,
+                Yardstick() as yardstick,
+            ):
                 usage = self._measure(contestant, course)
-            figures = _figures(usage) | watch.seen.figures() | who.own_figures(course.work_dir)
+            own = who.own_figures(course.work_dir)
+            windows = watch.seen.windows() | own.pop("windows", {})
+            figures = _figures(usage) | own | seconds_of(windows)
+            figures[YARDSTICK] = yardstick.milliseconds(windows.get(contestant.timed))
             return self._judge(contestant, number, course, usage, figures)
 
     def run_lag(self, contestant: Follower, number: int, pace: Pace) -> Run:
@@ -453,6 +461,10 @@ def open_arena(version: int, *, timeout_seconds: float) -> Iterator[Arena]:
             stack.enter_context(open_cluster(version, settings=SETTINGS)) for _ in range(2)
         )
         yield Arena(source, target, folder, timeout_seconds)
+
+
+def seconds_of(windows: Mapping[str, tuple[float, float]]) -> dict[str, float]:
+    return {name: end - begin for name, (begin, end) in windows.items()}
 
 
 def rate(rows: int, seconds: float | None) -> dict[str, float]:

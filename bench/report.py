@@ -10,7 +10,7 @@ import json
 import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from rich.table import Table
 
 RIGHT, WRONG, DID_NOT_RUN = "right", "wrong", "did not run"
 LOWER, HIGHER = "lower", "higher"
+# The figure that says how fast the machine was during the run.
+YARDSTICK = "yardstick_ms"
 
 
 @dataclass(frozen=True)
@@ -35,12 +37,16 @@ class Run:
 
 @dataclass(frozen=True)
 class Ratio:
-    """One measured against another; without a goal it is there for comparison."""
+    """One measured against another; without a goal it is there for comparison.
+
+    `as_measured` is the same without regard to how fast the machine was in each run.
+    """
 
     value: float | None
     goal: float | None = None
     better: str = LOWER
     reason: str = ""
+    as_measured: float | None = None
 
     @property
     def met(self) -> bool | None:
@@ -53,7 +59,11 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Which medians make a ratio: `figure` of `ours` over `figure` of `theirs`."""
+    """Which medians make a ratio: `figure` of `ours` over `figure` of `theirs`.
+
+    Figures are seconds or, where higher is better, rates; both as they were on the machine of
+    that run, so the yardstick's are taken for the unit of time.
+    """
 
     name: str
     figure: str
@@ -63,12 +73,25 @@ class Comparison:
     better: str = LOWER
 
     def ratio(self, runs: Sequence[Run]) -> Ratio:
-        ours, theirs = (median(runs, *side, self.figure) for side in (self.ours, self.theirs))
+        sides = self.ours, self.theirs
+        ours, theirs = (median(runs, *side, self.figure) for side in sides)
         if ours is not None and theirs:
-            return Ratio(ours / theirs, self.goal, self.better)
+            paced = [run for run in map(self._paced, runs) if run is not None]
+            fair, fair_theirs = (median(paced, *side, self.figure) for side in sides)
+            as_measured = ours / theirs
+            value = fair / fair_theirs if fair is not None and fair_theirs else as_measured
+            return Ratio(value, self.goal, self.better, as_measured=as_measured)
         missing = self.ours if ours is None else self.theirs
         reason = f"no {self.figure} of {missing[1]} on {missing[0]}"
         return Ratio(None, self.goal, self.better, reason)
+
+    def _paced(self, run: Run) -> Run | None:
+        """The run with its figure in the yardstick's unit of time."""
+        value, unit = run.figures.get(self.figure), run.figures.get(YARDSTICK)
+        if value is None or not unit:
+            return None
+        paced = value * unit if self.better == HIGHER else value / unit
+        return replace(run, figures={self.figure: paced})
 
 
 # Figures in the tables, with their headings; the JSON has all of them.
@@ -88,6 +111,7 @@ COLUMNS = {
     "source_cpu_seconds": "source CPU s",
     "target_cpu_seconds": "target CPU s",
     "other_cpu_seconds": "other CPU s",
+    YARDSTICK: "yardstick ms",
     "peak_memory_bytes": "peak MB",
     "peak_beside_jvm_bytes": "beside the JVM MB",
 }
@@ -185,15 +209,17 @@ def _tables(result: Mapping[str, Any]) -> Iterable[tuple[str, list[str], list[li
     is_mixed = any(ratio.better == HIGHER for ratio in ratios.values())
     rows = [_ratio_row(name, ratio, is_mixed=is_mixed) for name, ratio in ratios.items()]
     title = "Ratios" if is_mixed else "Ratios, lower is better"
-    yield title, ["ratio", "value", "goal", "met"], rows
+    yield title, ["ratio", "value", "as measured", "goal", "met"], rows
 
 
 def _ratio_row(name: str, ratio: Ratio, *, is_mixed: bool) -> list[str]:
-    value = "" if ratio.value is None else f"{ratio.value:.2f}"
+    value, as_measured = (
+        "" if one is None else f"{one:.2f}" for one in (ratio.value, ratio.as_measured)
+    )
     goal = "" if ratio.goal is None else f"{ratio.goal:g}"
     if goal and is_mixed:
         goal = f"{'≥' if ratio.better == HIGHER else '≤'} {goal}"
-    return [name, value, goal, {True: "yes", False: "no", None: ""}[ratio.met]]
+    return [name, value, as_measured, goal, {True: "yes", False: "no", None: ""}[ratio.met]]
 
 
 def _cell(column: str, value: float | None) -> str:
@@ -203,7 +229,7 @@ def _cell(column: str, value: float | None) -> str:
         return f"{value / 1e6:.0f}"
     if column.endswith("_per_second"):
         return f"{value:,.0f}"
-    return f"{value:.2f}" if column.startswith("lag_") else f"{value:.1f}"
+    return f"{value:.2f}" if column.startswith(("lag_", YARDSTICK)) else f"{value:.1f}"
 
 
 def _failures(result: Mapping[str, Any]) -> list[str]:

@@ -37,15 +37,15 @@ class Seen:
         if is_visible:
             self.visible_at = self.visible_at or now
 
-    def figures(self) -> dict[str, float]:
-        """Seconds between what was seen."""
+    def windows(self) -> dict[str, tuple[float, float]]:
+        """Begin and end of what is timed, as far as it was seen."""
         ends = {
             "whole_seconds": (self.started_at, self.visible_at),
             "catch_up_seconds": (self.taken_at, self.visible_at),
             "receive_seconds": (self.taken_at, self.given_back_at),
         }
         return {
-            name: end - begin
+            name: (begin, end)
             for name, (begin, end) in ends.items()
             if begin is not None and end is not None
         }

@@ -9,7 +9,7 @@ import pytest
 from bench import changes
 from bench import followers as who
 from bench.changes import BULK, OLTP, parse_tps, scaled_rows, transaction_ranges
-from bench.follow import COMPARISONS, FIELD, LAGS, disturbed, rate, ratios
+from bench.follow import COMPARISONS, FIELD, LAGS, disturbed, rate, ratios, seconds_of
 from bench.lag import Pace, Steady, lags_of, percentile
 from bench.report import HIGHER, RIGHT, WRONG, Run
 from bench.watch import Seen
@@ -76,7 +76,7 @@ def test_stream_is_timed_from_the_taking_of_its_slot() -> None:
     for now, is_taken, is_visible in ((11.0, False, False), (14.0, True, False),
                                       (20.0, True, True), (21.0, False, False)):  # fmt: skip
         seen.note(now, is_taken=is_taken, is_visible=is_visible)
-    assert seen.figures() == {
+    assert seconds_of(seen.windows()) == {
         "whole_seconds": 10.0,
         "catch_up_seconds": 6.0,
         "receive_seconds": 7.0,
@@ -87,11 +87,11 @@ def test_slot_that_is_taken_again_was_not_given_back() -> None:
     seen = Seen(started_at=0.0)
     for now, is_taken in ((1.0, True), (2.0, False), (3.0, True), (5.0, False)):
         seen.note(now, is_taken=is_taken, is_visible=False)
-    assert seen.figures() == {"receive_seconds": 4.0}
+    assert seconds_of(seen.windows()) == {"receive_seconds": 4.0}
 
 
 def test_what_was_not_seen_has_no_figure() -> None:
-    assert Seen(started_at=1.0).figures() == {}
+    assert Seen(started_at=1.0).windows() == {}
 
 
 def test_lag_of_a_beat_ends_with_the_first_look_that_has_it() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from bench.measure import Usage, run_measured
+from bench.yardstick import Yardstick
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -62,3 +63,13 @@ def test_contestant_that_does_not_end_is_killed(tmp_path: Path) -> None:
     usage = measure("os.fork(); time.sleep(600)", tmp_path, timeout_seconds=1)
     assert usage.exit_code == -9
     assert usage.killed_processes == 2
+
+
+def test_yardstick_is_the_mean_of_its_window() -> None:
+    with Yardstick() as yardstick:
+        pass
+    yardstick._samples = [(float(at), 1.0 if at < 10 else 2.0) for at in range(20)]
+    assert yardstick.milliseconds() == 1.5
+    assert yardstick.milliseconds((10.0, 30.0)) == 2.0
+    # Two are too few: the whole run tells more.
+    assert yardstick.milliseconds((18.0, 30.0)) == 1.5

@@ -50,7 +50,7 @@ class Copying:
         self.job = job
         self.plan = plan
         self.snapshot = snapshot
-        self.copied: dict[tuple[int, int], record.CopiedPart] = {}
+        self.copied: dict[record.PartKey, record.CopiedPart] = {}
         self._errors: list[MillraceError] = []
         self._tables = plan.tables
         self._planned = {

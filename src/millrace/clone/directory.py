@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import shutil
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from millrace.clone.settings import CloneSettings
@@ -42,9 +43,26 @@ def pinned(settings: CloneSettings) -> dict[str, Any]:
     }
 
 
+def catalog_path(directory: Path) -> Path:
+    """Where the run's catalog is kept."""
+    return directory / "schema" / "source.db"
+
+
+def read_setup(directory: Path) -> dict[str, Any] | None:
+    """What the directory was set up for; None if there is no run in it."""
+    path = catalog_path(directory)
+    if not path.exists():
+        return None
+    store = Store(path)
+    try:
+        return store.setup()
+    finally:
+        store.close()
+
+
 def open_directory(settings: CloneSettings, *, continues: bool) -> Directory:
     """Open the directory; `continues` says that an unfinished run is gone on with."""
-    path = settings.directory / "schema" / "source.db"
+    path = catalog_path(settings.directory)
     if path.exists():
         store = Store(path)
         setup = store.setup()

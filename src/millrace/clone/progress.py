@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import psycopg
 
 from millrace.postgres.connect import APPLICATION
+from millrace.postgres.record import PartKey
 from millrace.relation import Part
 
 Connection = psycopg.Connection[tuple[Any, ...]]
@@ -85,8 +86,8 @@ def part_label(table: str, part: Part) -> str:
 
 
 def weigh_copies(
-    parts: Mapping[tuple[int, int], Part],
-    copied: Collection[tuple[int, int]],
+    parts: Mapping[PartKey, Part],
+    copied: Collection[PartKey],
     running: Iterable[RunningCopy],
 ) -> float:
     """How many of the estimated bytes are copied, with the share of those under way."""

@@ -12,7 +12,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -20,16 +20,15 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-import psycopg
-
 from millrace import __version__, failpoint
 from millrace.clone import preflight
 from millrace.clone.copying import Copying
-from millrace.clone.directory import Directory, open_directory, pinned
+from millrace.clone.directory import Directory, open_directory, pinned, read_setup
 from millrace.clone.engine import Engine
 from millrace.clone.filtering import read_decision
 from millrace.clone.guard import read_guarded
 from millrace.clone.job import Job
+from millrace.clone.ledger import Ledger, planned_parts
 from millrace.clone.plan import Plan, plan_clone
 from millrace.clone.progress import Reporter
 from millrace.clone.restore import (
@@ -47,12 +46,11 @@ from millrace.clone.settings import CloneSettings
 from millrace.clone.source import read_source, sample_tables
 from millrace.clone.step import Step
 from millrace.clone.summary import Summary, write_summary
-from millrace.clone.target import drop_existing, set_database_properties
+from millrace.clone.target import set_database_properties
 from millrace.clone.vacuum import analyze_partitioned
 from millrace.errors import (
     MillraceError,
     PreflightError,
-    ServerError,
     SnapshotLost,
     WorkDirError,
 )
@@ -70,7 +68,6 @@ from millrace.relation import SourceCatalog
 from millrace.snapshot.export import HeldSnapshot, open_snapshot
 from millrace.snapshot.holder import read_held
 from millrace.workdir.lock import open_lock
-from millrace.workdir.store import Store
 
 log = logging.getLogger(__name__)
 
@@ -108,14 +105,7 @@ def clone(settings: CloneSettings, engine: Engine, reporter: Reporter) -> CloneR
 
 def is_finished(directory: Path) -> bool:
     """Whether the clone of this directory is done."""
-    path = directory / "schema" / "source.db"
-    if not path.exists():
-        return False
-    store = Store(path)
-    try:
-        setup = store.setup()
-    finally:
-        store.close()
+    setup = read_setup(directory)
     return setup is not None and bool(setup["finished_at"])
 
 
@@ -186,10 +176,12 @@ class _Run:
         # What is refused for the directory's sake is refused before any server is asked.
         directory = self._open_directory()
         self.setup = directory.setup
+        run_id = self.setup["run_id"] if self.setup else secrets.token_hex(4)
+        self.ledger = Ledger(settings, run_id)
         with ExitStack() as stack:
             stack.callback(directory.store.close)
             if settings.resume and self.setup and self.setup["finished_at"]:
-                if not self._has_lost_rows(directory.store):
+                if not self.ledger.has_lost_rows(directory.store):
                     return self._nothing_left()
                 log.warning(
                     "the target crashed at the end of the run: what it lost is copied again"
@@ -201,7 +193,7 @@ class _Run:
                 settings,
                 self.engine,
                 self.reporter,
-                self.setup["run_id"] if self.setup else secrets.token_hex(4),
+                run_id,
                 directory.store,
                 tools,
                 encoding,
@@ -239,41 +231,12 @@ class _Run:
     def _owns_target(self) -> bool:
         """Whether the target holds records of the run in the work directory: only then may
         --restart empty it."""
-        path = self.settings.directory / "schema" / "source.db"
-        if not path.exists():
-            return False
-        store = Store(path)
-        setup = store.setup()
-        store.close()
-        with connect(self.settings.target, "restart") as target, translated("reading our records"):
-            runs = {run_id for run_id, _ in record.read_runs(target)}
-        return setup is not None and setup["run_id"] in runs
-
-    def _has_lost_rows(self, store: Store) -> bool:
-        """Whether the target, which still has our records, lacks some of them: a crash empties
-        unlogged tables, and with them their records."""
-        assert self.setup is not None
-        run_id = self.setup["run_id"]
-        with (
-            connect(self.settings.target, "finish") as target,
-            translated("reading our records on the target"),
-        ):
-            if run_id not in dict(record.read_runs(target)):
-                return False
-            if not record.are_sequences_set(target, run_id):
-                return True
-            found = {
-                (part.table_oid, part.part) for _, part in record.read_copied_parts(target, run_id)
-            }
-        return not _planned(store) <= found
+        setup = read_setup(self.settings.directory)
+        return setup is not None and Ledger(self.settings, setup["run_id"]).exists()
 
     def _nothing_left(self) -> CloneResult:
-        """The run had finished; the process may have died before it took its records away."""
         assert self.setup is not None
-        with connect(self.settings.target, "finish") as target, translated("cleaning up"):
-            if any(run_id == self.setup["run_id"] for run_id, _ in record.read_runs(target)):
-                record.drop_records(target)
-                failpoint.hit("records.dropped")
+        self.ledger.drop_leftovers()
         log.info("the run of %s is finished: nothing is left to do", self.setup["started_at"])
         return CloneResult(Plan(SourceCatalog(), {}, {}), [])
 
@@ -290,44 +253,16 @@ class _Run:
             return False
         if setup is None or not setup["snapshot"]:
             return True  # not planned yet
-        return not _planned(store) <= self._recorded()
-
-    def _recorded(self) -> set[tuple[int, int]]:
-        """The parts that have their record on the target."""
-        with (
-            connect(self.settings.target, self.job.role("open")) as target,
-            translated("reading our records on the target"),
-        ):
-            if not record.read_runs(target):
-                return set()
-            found = record.read_copied_parts(target, self.job.run_id)
-        return {(part.table_oid, part.part) for _, part in found}
+        return not planned_parts(store) <= self.ledger.parts()
 
     def _own_target(self) -> None:
         """Take over what earlier processes of this run left on the target, or make sure that
         it is this directory's target that is about to be emptied."""
-        job, settings = self.job, self.settings
         if self.setup is not None:
             self._stop_sessions()
-        with connect(settings.target, job.role("open")) as target:
-            with translated("reading our records on the target"):
-                others = [run for run in record.read_runs(target) if run[0] != job.run_id]
-            if others and not self.owned and not settings.drop_if_exists:
-                run_id, source = others[0]
-                raise WorkDirError(
-                    f"the target belongs to another run, {run_id}, from {source}",
-                    hint="go on with that one in its own --dir (--resume), or, if it is dead: "
-                    "DROP SCHEMA millrace CASCADE on the target",
-                )
-            if self.setup is None and (settings.drop_if_exists or self.owned):
-                for run_id, _ in others:
-                    cancel_sessions(settings.target, f"{APPLICATION} % {run_id}%")
-                drop_existing(target, settings.source)
-                with translated("dropping our records on the target"):
-                    record.drop_records(target)
-            with translated("making our records on the target"):
-                job.epoch = record.open_run(target, job.run_id, settings.source.identity())
-                job.done = record.read_done_steps(target, job.run_id)
+        self.job.epoch, self.job.done = self.ledger.open(
+            takes_over=self.owned or self.settings.drop_if_exists, is_new=self.setup is None
+        )
         failpoint.hit("run.opened")
 
     def _snapshot_id(self) -> str | None:
@@ -434,35 +369,14 @@ class _Run:
             run_id=job.run_id,
             consistency=self._consistency(),
         )
-        self._check_records(plan, copied)
+        self.ledger.check(plan, copied)
         write_summary(settings.directory / "summary.json", summary)
         failpoint.hit("summary.written")
         if steps == CloneSettings.steps or (self.setup and self.setup["finished_at"]):
-            self._close_run(plan, copied)
+            job.store.write_finished()
+            failpoint.hit("run.finished")
+            self.ledger.close(plan, copied, catalog.sequences)
         return CloneResult(plan, [], summary)
-
-    def _check_records(
-        self, plan: Plan, copied: Mapping[tuple[int, int], record.CopiedPart]
-    ) -> None:
-        """A target that crashed after the copy has emptied its unlogged tables, and their
-        records with them."""
-        if copied:
-            self._refuse_loss(plan, copied, self._recorded())
-
-    def _refuse_loss(
-        self,
-        plan: Plan,
-        copied: Mapping[tuple[int, int], record.CopiedPart],
-        recorded: set[tuple[int, int]],
-    ) -> None:
-        lost = sorted(set(copied) - recorded)
-        if lost:
-            labels = {plan.tables[oid].label for oid, _ in lost if oid in plan.tables}
-            raise ServerError(
-                f"the target crashed and lost {len(lost)} parts it had committed: "
-                f"{', '.join(sorted(labels)[:5]) or 'large objects'}",
-                hint="run the same command with --resume: only those are copied again",
-            )
 
     def _log_decision(self) -> None:
         """Say what the filters leave out that no rule names, and what they could not leave out."""
@@ -500,11 +414,11 @@ class _Run:
     def _find_guarded(self, plan: Plan) -> None:
         """See which tables that still lack rows have triggers and foreign keys already."""
         planned = {(part.table_oid, part.number) for part in plan.every_part}
-        left = {oid for oid, _ in planned - self._recorded()}
+        left = {oid for oid, _ in planned - self.ledger.parts()}
         with connect(self.settings.target, self.job.role("open")) as target:
             self.job.guarded = read_guarded(target, [plan.tables[oid] for oid in left])
 
-    def _copy(self, plan: Plan, snapshot: HeldSnapshot) -> dict[tuple[int, int], record.CopiedPart]:
+    def _copy(self, plan: Plan, snapshot: HeldSnapshot) -> dict[record.PartKey, record.CopiedPart]:
         job = self.job
         wants_sequences = Step.SEQUENCES in self.settings.steps
         sequences = _in_thread(self._set_sequences) if wants_sequences else None
@@ -545,31 +459,6 @@ class _Run:
                 set_database_properties(target, settings)
             failpoint.hit("properties.done")
 
-    def _close_run(self, plan: Plan, copied: Mapping[tuple[int, int], record.CopiedPart]) -> None:
-        """Everything is done: say so, and take our records off the target.
-
-        In one transaction they are seen for the last time and go: a target that crashes before
-        its end has lost rows, one that crashes after it is a clone that crashed.
-        """
-        self.job.store.write_finished()
-        failpoint.hit("run.finished")
-        try:
-            with (
-                connect(self.settings.target, self.job.role("finish")) as target,
-                target.transaction(),
-            ):
-                found = record.read_copied_parts(target, self.job.run_id)
-                self._refuse_loss(plan, copied, {(p.table_oid, p.part) for _, p in found})
-                if not record.are_sequences_set(target, self.job.run_id):
-                    set_sequences(target, self.catalog.sequences)
-                record.drop_records(target)
-            failpoint.hit("records.dropped")
-        except psycopg.Error as error:
-            log.warning(
-                "our records stay on the target (%s): DROP SCHEMA millrace CASCADE removes them",
-                str(error).strip(),
-            )
-
     def _consistency(self) -> str:
         """In words, what the target holds."""
         if not self.settings.not_consistent:
@@ -594,13 +483,6 @@ class _Run:
                 cancel_sessions(dsn, f"{APPLICATION} % {self.job.run_id}%")
             except MillraceError as error:
                 log.debug("could not stop sessions on %s: %s", dsn, error.message)
-
-
-def _planned(store: Store) -> set[tuple[int, int]]:
-    """Every part, large objects included, that is to have a record."""
-    parts = {(oid, part.number) for oid, parts in store.read_parts().items() for part in parts}
-    ranges = store.read_large_object_ranges()
-    return parts | {(record.LARGE_OBJECTS_OID, one.number) for one in ranges}
 
 
 def _in_thread(work: Callable[[], R]) -> Future[R]:

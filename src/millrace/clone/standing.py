@@ -13,6 +13,7 @@ from typing import Any
 
 import psycopg
 
+from millrace.clone.directory import catalog_path
 from millrace.clone.progress import (
     Progress,
     RunningCopy,
@@ -31,8 +32,6 @@ from millrace.workdir.lock import read_holder
 from millrace.workdir.store import Store
 
 Connection = psycopg.Connection[tuple[Any, ...]]
-# Table and number of a part.
-PartKey = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -89,13 +88,13 @@ class _Written:
     setup: dict[str, Any]
     is_held: bool
     tables: dict[int, str]
-    parts: dict[PartKey, Part]
+    parts: dict[record.PartKey, Part]
     indexes: list[dict[str, Any]]
     foreign_keys: list[dict[str, Any]]
     large_objects: tuple[LargeObjectRange, ...]
     # By kind: the OIDs whose work of this kind is done.
     done: dict[str, set[int]]
-    copied: dict[PartKey, record.CopiedPart]
+    copied: dict[record.PartKey, record.CopiedPart]
     steps: tuple[str, ...]
 
 
@@ -103,7 +102,7 @@ class _Written:
 class _Seen:
     """What the target says; `copied` is None if it has no records of the run."""
 
-    copied: dict[PartKey, record.CopiedPart] | None = None
+    copied: dict[record.PartKey, record.CopiedPart] | None = None
     copies: list[RunningCopy] = field(default_factory=list)
     indexes: list[RunningIndex] = field(default_factory=list)
 
@@ -115,7 +114,7 @@ def read_standing(directory: Path, target: Dsn | None = None) -> Standing:
 
 
 def _read_written(directory: Path) -> _Written:
-    path = directory / "schema" / "source.db"
+    path = catalog_path(directory)
     if not path.exists():
         raise WorkDirError(f"there is no run in {directory}", hint="check --dir")
     store = Store(path, read_only=True)
@@ -165,7 +164,9 @@ def _look(target: Dsn, setup: dict[str, Any]) -> _Seen:
         )
 
 
-def _read_records(connection: Connection, run_id: str) -> dict[PartKey, record.CopiedPart] | None:
+def _read_records(
+    connection: Connection, run_id: str
+) -> dict[record.PartKey, record.CopiedPart] | None:
     try:
         if run_id not in [known for known, _ in record.read_runs(connection)]:
             return None
@@ -212,14 +213,14 @@ def _standing(written: _Written, seen: _Seen | None) -> Standing:
 
 
 def _is_open(
-    copy: RunningCopy, written: _Written, copied: dict[PartKey, record.CopiedPart]
+    copy: RunningCopy, written: _Written, copied: dict[record.PartKey, record.CopiedPart]
 ) -> bool:
     key = copy.table_oid, copy.part
     return key in written.parts and key not in copied
 
 
 def _progress(
-    written: _Written, copied: dict[PartKey, record.CopiedPart], running: list[RunningCopy]
+    written: _Written, copied: dict[record.PartKey, record.CopiedPart], running: list[RunningCopy]
 ) -> Progress:
     """The counts that a run keeps of itself, from outside."""
     parts = written.parts
@@ -249,7 +250,7 @@ def _constraints(written: _Written) -> Count:
     return Count(sum(index["table_oid"] in done for index in resting), len(resting))
 
 
-def _large_objects(written: _Written, copied: dict[PartKey, record.CopiedPart]) -> Count:
+def _large_objects(written: _Written, copied: dict[record.PartKey, record.CopiedPart]) -> Count:
     ranges = written.large_objects
     return Count(
         sum(r.count for r in ranges if (record.LARGE_OBJECTS_OID, r.number) in copied),

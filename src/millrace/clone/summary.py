@@ -13,7 +13,7 @@ from pathlib import Path
 
 from millrace import __version__
 from millrace.clone.plan import Plan
-from millrace.postgres.record import CopiedPart
+from millrace.postgres.record import CopiedPart, PartKey
 from millrace.workdir.store import Store, write_json
 
 
@@ -60,7 +60,7 @@ class Summary:
     def build(
         cls,
         plan: Plan,
-        copied: Mapping[tuple[int, int], CopiedPart],
+        copied: Mapping[PartKey, CopiedPart],
         store: Store,
         *,
         steps: Sequence[tuple[str, float]],

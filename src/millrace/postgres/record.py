@@ -16,6 +16,8 @@ import psycopg
 from millrace.postgres.quote import literal
 
 Connection = psycopg.Connection[tuple[Any, ...]]
+# The table's OID and the part's number.
+PartKey = tuple[int, int]
 
 # Large objects are recorded as parts of this catalog.
 LARGE_OBJECTS_OID = 2613

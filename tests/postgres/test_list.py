@@ -14,6 +14,7 @@ from tests.fixtures import load_museum
 from typer.testing import CliRunner
 
 from millrace.cli.main import app
+from millrace.clone.requirements import read_requirements
 from millrace.errors import ConfigError
 from millrace.postgres.embedded import Cluster
 
@@ -140,6 +141,14 @@ def test_extensions_with_their_versions_on_both_sides(
     assert found["target"]["installed_version"] == there
     text = listed("extensions", "--target", target_db, as_json=False)
     assert cells(text, "vector") == ["vector", version, "public", there, there]
+
+
+def test_extensions_as_a_file_of_requirements(museum: str, tmp_path: Path) -> None:
+    ended = CliRunner().invoke(app, ["list", "extensions", "--source", museum, "--requirements"])
+    file = tmp_path / "requirements.json"
+    file.write_text(ended.stdout)
+    (version,) = rows(museum, "SELECT extversion FROM pg_extension WHERE extname = 'vector'")[0]
+    assert read_requirements(file) == {"vector": version}
 
 
 def test_collations_are_those_in_use_and_those_defined(listed: Lister) -> None:

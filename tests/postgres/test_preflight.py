@@ -233,6 +233,27 @@ def test_extension_that_filters_leave_out_need_not_be_available(
     assert told == (["extension imaginary is not available"] if is_told else [])
 
 
+def test_version_that_the_target_does_not_offer_is_told(servers: Servers) -> None:
+    servers.run("source", "CREATE EXTENSION vector")
+    (problem,) = servers.check(servers.settings(requirements={"vector": "0.0.1"}))
+    assert problem.side == "target"
+    assert problem.what == "extension vector is not available in version 0.0.1"
+
+
+def test_other_version_on_the_target_is_told(servers: Servers) -> None:
+    servers.run("source", "CREATE EXTENSION vector")
+    servers.run("target", "CREATE EXTENSION vector")
+    (problem,) = servers.check(servers.settings(requirements={"vector": "0.0.1"}))
+    assert "--requirements says 0.0.1" in problem.what
+    assert problem.fix.startswith("ALTER EXTENSION \"vector\" UPDATE TO '0.0.1'")
+
+
+def test_requirement_of_what_the_source_lacks_is_a_warning(servers: Servers) -> None:
+    (problem,) = servers.check(servers.settings(requirements={"vectr": "1"}))
+    assert problem.is_warning
+    assert "vectr" in problem.what
+
+
 def test_available_extension_is_no_problem(servers: Servers) -> None:
     servers.run("source", "CREATE EXTENSION vector")
     assert servers.check() == []

@@ -321,6 +321,27 @@ def roles(source_cluster: Cluster, target_cluster: Cluster) -> Iterator[None]:
             execute(target_cluster.uri(), 'DROP ROLE "' + name.replace('"', '""') + '"')
 
 
+def test_requirements_choose_the_version_of_an_extension(
+    system_cluster: Cluster, cloner: Cloner
+) -> None:
+    source, target = (system_cluster.create_database(f"pins_{side}") for side in ("one", "two"))
+    available = rows(
+        source,
+        "SELECT e.default_version, array_agg(v.version) FROM pg_available_extensions e"
+        " JOIN pg_available_extension_versions v USING (name) WHERE name = 'hstore' GROUP BY 1",
+    )
+    if not available:
+        pytest.skip("the server of the system has no contrib modules")
+    ((default, versions),) = available
+    older = min(set(versions) - {default})
+    execute(source, "CREATE SCHEMA things", "CREATE EXTENSION hstore SCHEMA things")
+    execute(source, "CREATE TABLE t (h things.hstore)", "INSERT INTO t VALUES ('a => 1')")
+    cloner(source, target, requirements={"hstore": older})
+    query = "SELECT extversion, extnamespace::regnamespace::text FROM pg_extension"
+    assert rows(target, f"{query} WHERE extname = 'hstore'") == [(older, "things")]
+    assert rows(target, "SELECT h::text FROM t") == [('"a"=>"1"',)]
+
+
 @pytest.mark.usefixtures("roles")
 @pytest.mark.parametrize("passwords", [True, False], ids=["with passwords", "without passwords"])
 def test_roles_come_as_they_are_where_the_target_lacks_them(

@@ -15,6 +15,7 @@ import typer
 
 from millrace.cli import options
 from millrace.cli.options import COPY, STREAM, WHAT
+from millrace.clone.requirements import read_requirements
 from millrace.clone.schema import SchemaSettings
 from millrace.clone.settings import CloneSettings
 from millrace.clone.split import SplitSettings
@@ -85,6 +86,7 @@ class Asked:
         bool, _flag("skip-large-objects", "Leave out large objects.", "--skip-blobs")
     ] = False
     skip_extensions: Annotated[bool, _flag("skip-extensions", "Do not create extensions.")] = False
+    requirements: options.Requirements = None
     skip_ext_comments: Annotated[
         bool, _flag("skip-ext-comments", "Leave out comments on extensions.")
     ] = False
@@ -140,6 +142,14 @@ class Asked:
             help="Nobody writes to the source: go on under another snapshot than before.",
         ),
     ] = False
+    all_databases: Annotated[
+        bool,
+        typer.Option(
+            "--all-databases",
+            help="Copy every database of the source's server, one after the other, each under a "
+            "snapshot of its own; those that the target lacks are created.",
+        ),
+    ] = False
     follow: Annotated[
         bool,
         typer.Option(
@@ -190,6 +200,7 @@ class Asked:
             split=self._split(),
             schema=self._schema(),
             filters=rules,
+            requirements=read_requirements(self.requirements) if self.requirements else {},
             drop_if_exists=self.drop_if_exists,
             # The step by itself is asked for by its name.
             roles=self.roles or steps == {Step.ROLES},

@@ -70,6 +70,7 @@ _add(
     step.SCHEMA,
     "Dump the schema and restore all of it, without rows.",
     "drop_if_exists",
+    "requirements",
     *CONSTRAINING,
 )
 _add(
@@ -91,7 +92,13 @@ _add(
     "Create the source's roles that the target lacks.",
     "no_role_passwords",
 )
-_add(copy_app, "extensions", frozenset({Step.EXTENSIONS}), "Create the source's extensions.")
+_add(
+    copy_app,
+    "extensions",
+    frozenset({Step.EXTENSIONS}),
+    "Create the source's extensions.",
+    "requirements",
+)
 _add(
     copy_app,
     "table-data",
@@ -137,6 +144,7 @@ _add(
     frozenset({Step.PRE_DATA}),
     "Restore what rows need: tables, types, functions.",
     "drop_if_exists",
+    "requirements",
 )
 _add(
     restore_app,

@@ -65,11 +65,24 @@ def databases(source: options.Source = "", as_json: options.AsJson = False) -> N
 
 @app.command("extensions")
 def extensions(
-    source: options.Source = "", target: options.Target = "", as_json: options.AsJson = False
+    source: options.Source = "",
+    target: options.Target = "",
+    requirements: Annotated[
+        bool,
+        typer.Option(
+            "--requirements", help="Print names and versions as `clone --requirements` reads them."
+        ),
+    ] = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Extensions of the source; with --target, what of them the target's server has to offer."""
     with _reading(source) as connection:
         rows = [asdict(one) for one in listing.list_extensions(connection)]
+    if requirements:
+        print(
+            json.dumps([{key: row[key] for key in ("name", "version")} for row in rows], indent=2)
+        )
+        return
     columns: Columns = {
         "extension": lambda row: row["name"],
         "version": lambda row: row["version"],

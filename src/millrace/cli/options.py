@@ -60,6 +60,17 @@ Filters = Annotated[
         show_default=False,
     ),
 ]
+Requirements = Annotated[
+    Path | None,
+    typer.Option(
+        envvar="MILLRACE_REQUIREMENTS",
+        metavar="FILE",
+        help="Create extensions in the versions that this JSON file says; `millrace list "
+        "extensions --requirements` prints one.",
+        rich_help_panel=WHAT,
+        show_default=False,
+    ),
+]
 DEFAULT_DIRECTORY = Path(tempfile.gettempdir()) / "millrace"
 Master = Annotated[
     str,

@@ -15,7 +15,8 @@ from millrace.clone.filtering import read_left_out_extensions
 from millrace.clone.settings import CloneSettings
 from millrace.errors import PreflightError
 from millrace.postgres.connect import translated
-from millrace.postgres.quote import ident, qualified
+from millrace.postgres.inventory import Available, read_available_extensions
+from millrace.postgres.quote import ident, literal, qualified
 from millrace.postgres.schemas import USER_SCHEMA
 
 Connection = psycopg.Connection[tuple[Any, ...]]
@@ -254,16 +255,46 @@ def _check_extensions(
 ) -> Iterable[Problem]:
     if settings.schema.skip_extensions:
         return
-    available = {row[0] for row in target.execute("SELECT name FROM pg_available_extensions")}
+    available = read_available_extensions(target)
     left_out = read_left_out_extensions(source, settings.filters)
-    for (name,) in source.execute("SELECT extname FROM pg_extension ORDER BY 1"):
-        if name not in available | left_out:
+    rows = source.execute("SELECT extname FROM pg_extension ORDER BY 1").fetchall()
+    for (name,) in rows:
+        if name in left_out:
+            continue
+        if name not in available:
             yield Problem(
                 "target",
                 f"extension {name} is not available",
                 "install its package on the target server; or, if nothing depends on it, "
                 "[exclude-extension] in --filters, or --skip-extensions",
             )
+        elif name in settings.requirements:
+            yield from _check_version(name, settings.requirements[name], available[name])
+    unknown = sorted(settings.requirements.keys() - {name for (name,) in rows})
+    if unknown:
+        yield Problem(
+            "source",
+            f"--requirements names what it does not have: {_some(unknown, 'extension')}",
+            "check the names: `millrace list extensions`",
+            is_warning=True,
+        )
+
+
+def _check_version(name: str, wanted: str, offered: Available) -> Iterable[Problem]:
+    """--requirements can be met, and is not broken already."""
+    if offered.installed_version not in (None, wanted):
+        yield Problem(
+            "target",
+            f"extension {name} has version {offered.installed_version} there, "
+            f"--requirements says {wanted}",
+            f"ALTER EXTENSION {ident(name)} UPDATE TO {literal(wanted)}, or DROP EXTENSION",
+        )
+    elif wanted not in offered.versions:
+        yield Problem(
+            "target",
+            f"extension {name} is not available in version {wanted}",
+            f"install that version's package, or require one of {', '.join(offered.versions)}",
+        )
 
 
 def _check_roles(

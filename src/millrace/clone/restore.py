@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 
 from millrace import failpoint
 from millrace.clone.constraint import add_foreign_key, run_disjoint
@@ -16,6 +17,7 @@ from millrace.clone.filtering import filter_entries
 from millrace.clone.guard import empty_sql
 from millrace.clone.job import Job
 from millrace.clone.plan import Plan
+from millrace.clone.requirements import pin_versions
 from millrace.clone.schema import RestoreLists, chunks, plan_restore
 from millrace.clone.session_pool import SessionPool
 from millrace.clone.target import read_schema_names
@@ -23,9 +25,9 @@ from millrace.postgres import record
 from millrace.postgres.connect import connect, translated
 from millrace.postgres.depend import read_entry_depends
 from millrace.postgres.dump import Archive, Entry, dump_schema
-from millrace.postgres.quote import ident
+from millrace.postgres.quote import ident, literal
 from millrace.postgres.script import run_script
-from millrace.relation import ForeignKey, SourceCatalog
+from millrace.relation import Extension, ForeignKey, SourceCatalog
 
 log = logging.getLogger(__name__)
 
@@ -66,8 +68,15 @@ def note_existing_schemas(job: Job, catalog: SourceCatalog) -> None:
     job.store.write_existing_schemas(o for o, name in catalog.schemas.items() if name in names)
 
 
-def restore(job: Job, archive: Archive, entries: list[Entry], name: str) -> None:
-    """Restore entries, a transaction for some hundred of them."""
+def restore(
+    job: Job,
+    archive: Archive,
+    entries: list[Entry],
+    name: str,
+    extensions: Sequence[Extension] = (),
+) -> None:
+    """Restore entries, a transaction for some hundred of them; `extensions` may be among them."""
+    names = {extension.oid: extension.name for extension in extensions}
     options = job.settings.schema.restore_options()
     if job.settings.drop_if_exists or job.settings.restart:
         options += ["--clean", "--if-exists"]
@@ -78,9 +87,15 @@ def restore(job: Job, archive: Archive, entries: list[Entry], name: str) -> None
             continue
         fence, done = record.fenced_step_sql(job.run_id, job.epoch, step)
         failpoint.hit(f"{name}.begin")
+        created = [
+            names[entry.object_oid]
+            for entry in piece
+            if entry.description == "EXTENSION" and entry.object_oid in names
+        ]
+        script = archive.script(piece, f"{name}-{number}", options)
         run_script(
             job.settings.target,
-            archive.script(piece, f"{name}-{number}", options),
+            pin_versions(script, created, job.settings.requirements),
             f"restoring {name}",
             role=job.role("schema"),
             before=fence,
@@ -151,7 +166,11 @@ def create_extensions(job: Job, catalog: SourceCatalog) -> None:
     with connect(job.settings.target, job.role("extensions")) as target:
         for extension in catalog.extensions:
             name, schema = ident(extension.name), ident(extension.schema)
+            version = job.settings.requirements.get(extension.name)
+            pin = f" VERSION {literal(version)}" if version else ""
             with translated(f"creating extension {extension.name}"):
                 if not extension.schema.startswith("pg_"):
                     target.execute(f"CREATE SCHEMA IF NOT EXISTS {schema}")
-                target.execute(f"CREATE EXTENSION IF NOT EXISTS {name} SCHEMA {schema} CASCADE")
+                target.execute(
+                    f"CREATE EXTENSION IF NOT EXISTS {name} SCHEMA {schema}{pin} CASCADE".encode()
+                )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -36,6 +37,8 @@ class CloneSettings:
     maintenance_work_mem: str = "1GB"
     steps: frozenset[Step] = ALL
     filters: FilterRules = field(default_factory=FilterRules)
+    # Versions of extensions, by name.
+    requirements: Mapping[str, str] = field(default_factory=dict)
     # Go on with the run in the work directory, or empty its target and start from zero.
     resume: bool = False
     restart: bool = False

@@ -1,10 +1,11 @@
 """How fast the machine itself is while a run lasts.
 
-A shared machine changes its speed by half from one minute to the next, and a run that fell into a
-slow one would look like a slow program. So a short loop that never changes is timed all the while,
-in CPU time of its own thread: waiting for a core does not count, a slower core does. Run times
-divided by it can be compared although the machine was not the same. It takes 1 % of one core, from
-every contestant alike.
+A shared machine changes its speed from one minute to the next: its cores by half, its memory to a
+third. A run that fell into a slow minute would look like a slow program. So a short piece of work
+that never changes, a loop and a copy in memory that take about the same time, is timed all the
+while, in CPU time of its own thread: waiting for a core does not count, a slower one does. Run
+times divided by it can be compared although the machine was not the same. It takes 1 % of one core,
+from every contestant alike.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import threading
 import time
 
 STEPS = 15_000
-PAUSE_SECONDS = 0.1
+# More than the caches of one core.
+COPIED_BYTES = 8 << 20
+PAUSE_SECONDS = 0.2
 # With fewer in the window, those of the whole run tell more.
 FEWEST = 5
 
@@ -25,6 +28,7 @@ class Yardstick:
     def __init__(self) -> None:
         # Monotonic clock, milliseconds of CPU.
         self._samples: list[tuple[float, float]] = []
+        self._from, self._to = bytearray(COPIED_BYTES), bytearray(COPIED_BYTES)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="yardstick", daemon=True)
 
@@ -54,4 +58,5 @@ class Yardstick:
         total = 0
         for step in range(STEPS):
             total += step * step
+        self._to[:] = self._from
         self._samples.append((time.monotonic(), (time.thread_time() - began) * 1000))

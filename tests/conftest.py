@@ -32,6 +32,16 @@ if Path(_MEMORY).is_dir():
         os.environ.setdefault(FOLDER_VARIABLE, _MEMORY)
 
 
+# The slowest first: two processes share out the files, and should end together.
+_FOLDERS = ("spark", "postgres", "unit")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(
+        key=lambda item: ("torture" not in item.path.name, _FOLDERS.index(item.path.parent.name))
+    )
+
+
 @pytest.fixture(scope="session")
 def source_cluster() -> Iterator[Cluster]:
     with open_cluster(16, tcp=True) as cluster:

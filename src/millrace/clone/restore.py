@@ -73,6 +73,7 @@ def restore(
     archive: Archive,
     entries: list[Entry],
     name: str,
+    *,
     extensions: Sequence[Extension] = (),
 ) -> None:
     """Restore entries, a transaction for some hundred of them; `extensions` may be among them."""

@@ -333,7 +333,7 @@ class _Run:
                 create_extensions(job, catalog)
         if Step.PRE_DATA in steps:
             with job.step("restore the schema"):
-                restore(job, archive, lists.before, "pre-data", catalog.extensions)
+                restore(job, archive, lists.before, "pre-data", extensions=catalog.extensions)
         copied = {}
         waited = 0.0
         if steps & (MOVING | FINISHING):

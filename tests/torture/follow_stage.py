@@ -40,7 +40,7 @@ CLUSTER = ("--master", "local-cluster[1,2,1024]", "--conf", "spark.executor.memo
 # Looking more often would slow down what is looked at.
 LOOK_SECONDS = 0.1
 # For small commands: set an end position, clean up.
-COMMAND_SECONDS = 60
+COMMAND_SECONDS = 180
 
 # Added in mid-stream, on the target first: a type, and a value for it.
 COLUMNS = (

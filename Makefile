@@ -23,7 +23,7 @@ demo: setup ## Copy a demo database between two embedded servers (ARGS="--help")
 	$(BIN)/millrace demo $(ARGS)
 
 test: setup lint types contracts ## Lint, types, import contracts and all tests (ARGS="-k name")
-	$(BIN)/pytest -n 2 --dist loadfile $(ARGS)
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 check: $(STAMP) lint types contracts ## Lint, types, import contracts and the unit tests: the quick round
 	$(BIN)/pytest tests/unit $(ARGS)

@@ -7,6 +7,7 @@ import threading
 from contextlib import closing
 from pathlib import Path
 
+from millrace.errors import WorkDirError
 from millrace.stream.sentinel import FILE, Sentinel, StreamSetup
 
 
@@ -64,6 +65,28 @@ def test_many_writers_do_not_get_in_each_others_way(tmp_path: Path) -> None:
     with Sentinel(tmp_path) as sentinel:
         state = sentinel.read()
         assert state.received_lsn in {n * 1000 + 99 for n in range(4)}
+
+
+def test_many_may_open_a_new_one_at_once(tmp_path: Path) -> None:
+    failures: list[Exception] = []
+
+    def begin(directory: Path, gate: threading.Barrier) -> None:
+        gate.wait()
+        try:
+            Sentinel(directory).close()
+        except WorkDirError as error:
+            failures.append(error)
+
+    for number in range(100):
+        gate = threading.Barrier(8)
+        threads = [
+            threading.Thread(target=begin, args=(tmp_path / str(number), gate)) for _ in range(8)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert failures == []
 
 
 def test_a_stream_from_before_there_was_a_choice_has_its_spool_in_files(tmp_path: Path) -> None:

@@ -103,13 +103,27 @@ class Sentinel:
         )
         self._database.row_factory = sqlite3.Row
         try:
-            self._database.execute("PRAGMA journal_mode = WAL")
+            self._choose_journal()
             self._database.execute("PRAGMA synchronous = NORMAL")
             self._database.executescript(SCHEMA)
             self._add_missing_column()
         except sqlite3.Error as error:
             self._database.close()
             raise WorkDirError(f"can't use {self._path}: {error}") from error
+
+    def _choose_journal(self) -> None:
+        """Where two open a new file at once, SQLite refuses this to one of them without waiting:
+        its timeout is not for a lock that is to be raised."""
+        deadline = time.monotonic() + BUSY_SECONDS
+        while True:
+            try:
+                self._database.execute("PRAGMA journal_mode = WAL")
+                return
+            except sqlite3.OperationalError as error:
+                is_busy = error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY
+                if not is_busy or time.monotonic() > deadline:
+                    raise
+            time.sleep(0.01)
 
     def _add_missing_column(self) -> None:
         """Streams that began before there was a choice have their spool in files."""

@@ -1,7 +1,7 @@
 """What the target remembers of a run, and whose target it is.
 
 Invariant: a target is emptied only for the run whose records it holds, or for one that was told
-to; a run's records leave the target only when they have been seen to be complete.
+to; the records of a finished run leave the target in the transaction that finds them complete.
 
 A target that crashes empties its unlogged tables, and their records with them: so a part that
 lacks its record must be copied, whatever was there before.
@@ -56,14 +56,19 @@ class Ledger:
         with self._connect() as target:
             return self._parts(target) if self._exists(target) else set()
 
-    def has_lost_rows(self, store: Store) -> bool:
-        """Whether the records are there, but not all of them: the target has crashed."""
-        with self._connect() as target:
+    def settle(self, store: Store) -> bool:
+        """The run is finished, and its process may have died before it took its records away: do
+        so. False if some of them are not there: the target has crashed, and lost those rows."""
+        with self._connect() as target, target.transaction():
             if not self._exists(target):
-                return False
-            if not record.are_sequences_set(target, self._run_id):
                 return True
-            return not planned_parts(store) <= self._parts(target)
+            if not record.are_sequences_set(target, self._run_id):
+                return False
+            if not planned_parts(store) <= self._parts(target):
+                return False
+            _drop_records(target)
+        failpoint.hit("records.dropped")
+        return True
 
     def open(self, *, takes_over: bool, is_new: bool) -> tuple[int, set[str]]:
         """Begin an epoch of the run: (its number, the steps that are done).
@@ -99,28 +104,15 @@ class Ledger:
         """Take the records off the target.
 
         In one transaction they are seen for the last time and go: a target that crashes before
-        its end has lost rows, one that crashes after it is a clone that crashed.
+        its end has lost rows, one that crashes after it is a clone that crashed. If that fails,
+        nobody knows which it was, and the run is not reported as done: --resume settles it.
         """
-        try:
-            with connect(self._settings.target, self._role()) as target, target.transaction():
-                _refuse_loss(plan, copied, self._parts(target))
-                if not record.are_sequences_set(target, self._run_id):
-                    set_sequences(target, sequences)
-                record.drop_records(target)
-        except psycopg.Error as error:
-            log.warning(
-                "our records stay on the target (%s): DROP SCHEMA millrace CASCADE removes them",
-                str(error).strip(),
-            )
-        else:
-            failpoint.hit("records.dropped")
-
-    def drop_leftovers(self) -> None:
-        """The run is finished; its process may have died before it took its records away."""
-        with self._connect() as target:
-            if self._exists(target):
-                record.drop_records(target)
-                failpoint.hit("records.dropped")
+        with self._connect() as target, target.transaction():
+            _refuse_loss(plan, copied, self._parts(target))
+            if not record.are_sequences_set(target, self._run_id):
+                set_sequences(target, sequences)
+            _drop_records(target)
+        failpoint.hit("records.dropped")
 
     def _exists(self, target: Connection) -> bool:
         return any(run_id == self._run_id for run_id, _ in record.read_runs(target))
@@ -139,6 +131,20 @@ class Ledger:
 
     def _role(self) -> str:
         return f"records {self._run_id}"
+
+
+def _drop_records(target: Connection) -> None:
+    """An event trigger of the target may forbid it; the rows are there all the same."""
+    try:
+        with target.transaction():
+            record.drop_records(target)
+    except psycopg.OperationalError:
+        raise  # the server is gone, and what it still has is not known
+    except psycopg.Error as error:
+        log.warning(
+            "our records stay on the target (%s): DROP SCHEMA millrace CASCADE removes them",
+            str(error).strip(),
+        )
 
 
 def _refuse_loss(

@@ -181,7 +181,7 @@ class _Run:
         with ExitStack() as stack:
             stack.callback(directory.store.close)
             if settings.resume and self.setup and self.setup["finished_at"]:
-                if not self.ledger.has_lost_rows(directory.store):
+                if self.ledger.settle(directory.store):
                     return self._nothing_left()
                 log.warning(
                     "the target crashed at the end of the run: what it lost is copied again"
@@ -236,7 +236,6 @@ class _Run:
 
     def _nothing_left(self) -> CloneResult:
         assert self.setup is not None
-        self.ledger.drop_leftovers()
         log.info("the run of %s is finished: nothing is left to do", self.setup["started_at"])
         return CloneResult(Plan(SourceCatalog(), {}, {}), [])
 

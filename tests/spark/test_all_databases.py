@@ -81,6 +81,7 @@ def test_every_database_arrives_and_a_second_run_finds_nothing_to_do(
     assert ended.returncode == 0, ended.stderr
     done = json.loads(ended.stdout)
     assert "postgres" in done
+    assert "database closed is left out" in ended.stderr
     assert all(summary["rows"] == 5000 for summary in done.values())
     for name in (ODD, "latin", "postgres"):
         query = "SELECT count(*), sum(hashtext(word)::int8) FROM t"

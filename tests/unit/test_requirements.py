@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from millrace.cli.asked import Asked
 from millrace.clone.requirements import parse_requirements, pin_versions, read_requirements
 from millrace.errors import ConfigError, InvariantError
 
@@ -64,3 +65,11 @@ def test_named_extensions_get_their_version_and_nothing_else_changes() -> None:
 def test_dump_that_says_it_otherwise_is_an_error() -> None:
     with pytest.raises(InvariantError, match="does not create extension vector"):
         pin_versions(DUMP, ["vector"], {"vector": "0.8"})
+
+
+def test_requirements_of_what_is_not_created_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "requirements.json"
+    file.write_text("[]")
+    asked = Asked(source="dbname=a", target="dbname=b", skip_extensions=True, requirements=file)
+    with pytest.raises(ConfigError, match="--skip-extensions and --requirements"):
+        asked.settings()

@@ -189,6 +189,8 @@ class Asked:
         rules = options.read_rules(self.filters)
         if self.skip_extensions and rules.of("include-only-extension"):
             raise ConfigError("--skip-extensions and [include-only-extension] exclude each other")
+        if self.skip_extensions and self.requirements:
+            raise ConfigError("--skip-extensions and --requirements exclude each other")
         return CloneSettings(
             source=options.parse_dsn(self.source, "source"),
             target=options.parse_dsn(self.target, "target"),

@@ -36,6 +36,13 @@ def plan_databases(settings: CloneSettings) -> dict[str, CloneSettings]:
     source, target = resolve(settings.source), resolve(settings.target)
     with connect(source, "databases") as connection, translated("reading the databases"):
         names = [database.name for database in read_databases(connection)]
+        closed = connection.execute(
+            "SELECT datname FROM pg_database WHERE datname <> ALL(%s)"
+            " AND datname NOT IN ('template0', 'template1') ORDER BY 1",
+            (names,),
+        ).fetchall()
+    for (name,) in closed:
+        log.warning("database %s is left out: it is a template, or closed to connections", name)
     return {
         name: _settings_of(
             replace(

@@ -19,6 +19,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from millrace.config.file import read_given
 from millrace.errors import ConfigError
 
 # How many names an entry of a section has.
@@ -113,19 +114,7 @@ class FilterRules:
 
 def read_filters(path: Path) -> FilterRules:
     """The rules of a file."""
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise ConfigError(
-            f"can't read the filters in {path}: {error.strerror}",
-            hint="give --filters the name of a file",
-            file=str(path),
-        ) from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"the filters in {path} are not UTF-8", hint="save the file as UTF-8", file=str(path)
-        ) from error
-    return parse_filters(text, name=str(path))
+    return parse_filters(read_given(path, "filters"), name=str(path))
 
 
 def parse_filters(text: str, *, name: str) -> FilterRules:

@@ -12,26 +12,14 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from millrace.config.file import read_given
 from millrace.errors import ConfigError, InvariantError
 from millrace.postgres.quote import ident, literal
 
 
 def read_requirements(path: Path) -> dict[str, str]:
     """Versions by the extension's name."""
-    try:
-        return parse_requirements(path.read_text(encoding="utf-8-sig"), name=str(path))
-    except OSError as error:
-        raise ConfigError(
-            f"can't read the requirements in {path}: {error.strerror}",
-            hint="give --requirements the name of a file",
-            file=str(path),
-        ) from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"the requirements in {path} are not UTF-8",
-            hint="save the file as UTF-8",
-            file=str(path),
-        ) from error
+    return parse_requirements(read_given(path, "requirements"), name=str(path))
 
 
 def parse_requirements(text: str, *, name: str) -> dict[str, str]:

@@ -67,9 +67,12 @@ class Engine:
         log_path: Path | None = None,
         *,
         streams: bool = False,
+        end_seconds: float = 10.0,
     ) -> None:
-        """`streams`: changes will be applied, so the workers load what that needs at once."""
+        """`streams`: changes will be applied, so the workers load what that needs at once.
+        `end_seconds`: how long the JVM may take to end before it is killed."""
         self._streams = streams
+        self._end_seconds = end_seconds
         self.master = _with_attempts(master)
         self.is_local = self.master.startswith("local")
         self.conf = dict(conf or {})
@@ -176,7 +179,7 @@ class Engine:
                 if not _is_out_of_reach(error):
                     raise
         if self._gateway is not None:
-            _stop_jvm(self._gateway)
+            _stop_jvm(self._gateway, self._end_seconds)
         self._context = self._gateway = None
         self._files.cleanup()
 
@@ -327,14 +330,14 @@ def _stop_context(context: SparkContext) -> None:
     context.stop()
 
 
-def _stop_jvm(gateway: Any) -> None:
+def _stop_jvm(gateway: Any, end_seconds: float) -> None:
     """Without this the JVM would live on until our process ends."""
     from pyspark import SparkContext
 
     gateway.shutdown()
     gateway.proc.stdin.close()
     try:
-        gateway.proc.wait(timeout=10)
+        gateway.proc.wait(timeout=end_seconds)
     except subprocess.TimeoutExpired:
         gateway.proc.kill()
         gateway.proc.wait()

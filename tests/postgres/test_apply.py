@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 from tests.fixtures.stream_pair import StreamPair
 from tests.fixtures.wait import wait_for
@@ -16,16 +13,6 @@ from millrace.stream.position import drop_position, setup_position
 from millrace.stream.settings import Left, OnConflict
 from millrace.stream.target_table import read_target_table
 from millrace.stream.work import Share
-
-
-@pytest.fixture(params=[True, False], ids=["binary", "text"])
-def pair(
-    request: pytest.FixtureRequest, source_db: str, target_db: str, tmp_path: Path
-) -> Iterator[StreamPair]:
-    opened = StreamPair(source_db, target_db, tmp_path, binary=request.param)
-    yield opened
-    opened.close()
-
 
 ACCOUNT = "CREATE TABLE account (id int PRIMARY KEY, owner text, balance numeric(12,2))"
 

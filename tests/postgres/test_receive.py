@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psycopg
@@ -27,7 +28,7 @@ from tests.fixtures.tls import open_tls_cluster, tls_uri
 from tests.fixtures.wait import wait_for
 
 from millrace.config.dsn import Dsn
-from millrace.errors import ConfigError, ServerError, SlotLost
+from millrace.errors import ConfigError, ConnectionLost, ServerError, SlotLost
 from millrace.lsn import parse_lsn
 from millrace.postgres.connect import connect
 from millrace.postgres.embedded import Cluster, open_cluster
@@ -36,7 +37,8 @@ from millrace.stream import receive as receive_module
 from millrace.stream.partition import Partitions
 from millrace.stream.plugin import open_plugin
 from millrace.stream.receive import receive
-from millrace.stream.sentinel import Sentinel
+from millrace.stream.sentinel import Sentinel, StreamSetup
+from millrace.stream.slot import SlotState, read_slot
 from millrace.stream.spool_index import Records
 from millrace.stream.spool_reader import SpoolReader, prune
 from millrace.stream.spool_writer import SpoolWriter
@@ -254,9 +256,12 @@ def test_endpos_inside_a_commit_record_leaves_the_transaction(
 ) -> None:
     _insert(source, 1, 3)
     ends = commit_ends_of(source.expected())
-    with SpoolWriter(tmp_path) as spool:
-        received = receive(source.settings(endpos=ends[1] - 1), spool)
+    with Sentinel(tmp_path) as sentinel, SpoolWriter(tmp_path) as spool:
+        received = receive(source.settings(endpos=ends[1] - 1), spool, sentinel)
+        # Whoever applies knows that no more comes; the source keeps the whole commit record.
+        assert sentinel.read().flushed_lsn == ends[1] - 1
     assert received.reached_endpos
+    assert source.confirmed_lsn() < ends[1] - 1
     assert commit_ends_of(received_messages(tmp_path)) == ends[:1]
     source.receive(tmp_path)
     _assert_as_sent(source, tmp_path)
@@ -455,6 +460,43 @@ def test_a_slot_that_somebody_else_moved_is_lost(source16: Source, tmp_path: Pat
     source.execute(f"SELECT pg_replication_slot_advance('{source.slot}', pg_current_wal_lsn())")
     with pytest.raises(SlotLost, match="somebody else has read it"):
         source.receive(tmp_path)
+
+
+def test_a_spool_that_is_gone_is_told(source16: Source, tmp_path: Path) -> None:
+    source = source16
+    setup = StreamSetup("source", source.slot, "pgoutput", "UTF8", source.confirmed_lsn())
+    with Sentinel(tmp_path) as sentinel:
+        sentinel.write_setup(setup)
+        for count, folder in ((1, "spool"), (2, "spool"), (3, "new")):
+            _insert(source, count, 1)
+            with SpoolWriter(tmp_path / folder) as spool:
+                settings = source.settings(endpos=source.lsn())
+                if folder == "spool":
+                    receive(settings, spool, sentinel)
+                    continue
+                with pytest.raises(SlotLost, match="the spool with the changes between is gone"):
+                    receive(settings, spool, sentinel)
+
+
+def test_a_source_that_is_away_before_the_connection_is_waited_for(
+    source16: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[str] = []
+
+    def look(catalog: psycopg.Connection[Any], slot: str) -> SlotState | None:
+        looks.append(slot)
+        if len(looks) == 1:
+            raise ConnectionLost("gone", sqlstate=None)
+        return read_slot(catalog, slot)
+
+    monkeypatch.setattr(receive_module, "SLOT_LAG_SECONDS", 0.0)
+    monkeypatch.setattr(receive_module, "read_slot", look)
+    _insert(source16, 1, 1)
+    with Sentinel(tmp_path) as sentinel, SpoolWriter(tmp_path) as spool:
+        settings = source16.settings(max_slot_lag_bytes=1 << 30, endpos=source16.lsn())
+        assert receive(settings, spool, sentinel).reached_endpos
+    _assert_as_sent(source16, tmp_path)
+    assert looks
 
 
 def test_a_slot_of_another_plugin_is_refused(source16: Source, tmp_path: Path) -> None:

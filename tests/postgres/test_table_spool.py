@@ -309,3 +309,22 @@ def test_a_transaction_of_the_target_is_one_of_the_source(target_db: str) -> Non
         assert position == ("0/226",)
     with connect(dsn, "test") as other:
         table_spool.uninstall(other, STREAM)
+
+
+def test_what_is_said_to_be_on_disk_is(target_db: str) -> None:
+    """The source forgets what it is told of, so a crash of the target must not take it."""
+    dsn = Dsn.parse(target_db)
+    with connect(dsn, "test") as connection:
+        try:
+            with TableSpoolWriter(dsn, STREAM) as spool:
+                for lsn in range(100, 110):
+                    spool.mark_idle(lsn)
+                    row = connection.execute("SELECT pg_current_wal_insert_lsn()").fetchone()
+                    assert row is not None
+                    spool.sync()
+                    assert spool.durable_lsn == lsn
+                    assert connection.execute(
+                        "SELECT pg_current_wal_flush_lsn() >= %s", row
+                    ).fetchone() == (True,)
+        finally:
+            table_spool.uninstall(connection, STREAM)

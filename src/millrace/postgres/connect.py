@@ -40,6 +40,11 @@ SESSION_SETTINGS = {
     "xmloption": "content",
     "standard_conforming_strings": "on",
     "client_min_messages": "error",
+    # A server whose client vanished without a word ends the session, and lets go of its locks and
+    # its snapshot, as soon as we give up on a silent server. They mean nothing to a local socket.
+    "tcp_keepalives_idle": "10",
+    "tcp_keepalives_interval": "10",
+    "tcp_keepalives_count": "6",
 }
 # The server looks every so often if its client is still there while it works (14+),
 # so that the backend of a killed task does not go on alone.
@@ -87,8 +92,10 @@ def session_sql(server_version: int, **more: str) -> str:
         settings["client_connection_check_interval"] = CLIENT_CHECK_INTERVAL
     if server_version >= 170000:
         settings["transaction_timeout"] = "0"
-    pairs = ", ".join(f"set_config('{k}', '{v}', false)" for k, v in settings.items())
-    return f"SELECT {pairs}, {_COMMITS_LAST}"
+    calls = [f"set_config('{k}', '{v}', false)" for k, v in settings.items()]
+    if "synchronous_commit" not in more:
+        calls.append(_COMMITS_LAST)
+    return f"SELECT {', '.join(calls)}"
 
 
 def connect(dsn: Dsn, role: str, **more: str) -> psycopg.Connection[tuple[Any, ...]]:

@@ -9,13 +9,16 @@ number sent. Inserted rows go straight into the table.
 
 Rows that trade unique values would be in each other's way within one UPDATE, although nothing is
 wrong once all are updated. When that happens they are lifted out of the table and put back with
-their new values.
+their new values. So are rows that take each other's keys, if it takes more than one UPDATE.
 """
 
 from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 
 from psycopg.pq.abc import PGconn
 
@@ -25,7 +28,7 @@ from millrace.lsn import render_lsn
 from millrace.postgres.libpq import command_rows, copy_in, execute
 from millrace.stream.progress import Applied
 from millrace.stream.settings import OnConflict
-from millrace.stream.statement import TablePlan
+from millrace.stream.statement import MappedColumn, TablePlan
 from millrace.stream.truncate import truncate
 from millrace.stream.work import StagedRows, TableWork, TruncateWork, Work
 
@@ -35,6 +38,36 @@ log = logging.getLogger(__name__)
 _IN_THE_WAY = ("23505", "23P01")
 # Each transaction empties every stage of the session, used or not.
 MAX_STAGES = 64
+
+
+@dataclass
+class _Group:
+    """Rows to update that have the same columns unchanged, and their stage."""
+
+    plan: TablePlan
+    kind: str
+    rows: StagedRows
+    # Numbers of those that the table does not have.
+    missing: list[int] = field(default_factory=list)
+    # How many were left as they are, because another row is in their way.
+    blocked: int = 0
+
+    @cached_property
+    def columns(self) -> list[MappedColumn]:
+        return self.plan.settable(with_key=self.rows.is_key_changed, unchanged=self.rows.unchanged)
+
+    @cached_property
+    def new_identities(self) -> str | None:
+        return self.plan.count_new_identities(self.kind, self.rows.unchanged)
+
+    @property
+    def is_missing(self) -> str:
+        """A condition on stage rows."""
+        return f"s.n IN ({', '.join(map(str, self.missing))})"
+
+    @property
+    def missing_lsn(self) -> str:
+        return render_lsn(int(self.rows.lsn[self.missing[0]]))
 
 
 class Applier:
@@ -70,8 +103,7 @@ class Applier:
             if work.deletes:
                 self._delete(work.plan, work.deletes)
             failpoint.hit("apply.after_delete")
-            for staged in work.updates:
-                self._update(work.plan, staged)
+            self._update(work.plan, work.updates)
             failpoint.hit("apply.after_update")
             if work.inserts:
                 self._insert(work.plan, work.inserts, is_direct=work.is_direct)
@@ -94,70 +126,135 @@ class Applier:
             self._note_missing(plan, "d", staged, deleted, "delete")
         self.applied.deleted += deleted
 
-    def _update(self, plan: TablePlan, staged: StagedRows) -> None:
-        columns = plan.settable(with_key=staged.is_key_changed, unchanged=staged.unchanged)
-        if not columns:
+    def _update(self, plan: TablePlan, updates: Sequence[StagedRows]) -> None:
+        """Groups whose rows may be in each other's way, or take each other's keys, are done as
+        one: none before all are looked up."""
+        groups = [_Group(plan, f"u{number or ''}", staged) for number, staged in enumerate(updates)]
+        groups = [group for group in groups if group.columns or group.new_identities]
+        if plan.can_trade_values or plan.where or any(g.rows.is_key_changed for g in groups):
+            self._update_together(plan, groups)
             return
-        self._fill(plan, "u", staged)
-        missing: list[int] = []
-        if plan.where or (self._on_conflict is not OnConflict.STOP and not plan.is_multiset):
-            missing = self._numbers(plan.missing("u"))
-        updated = self._update_rows(plan, staged, plan.update(columns))
-        if plan.where:
-            self._move_through_filter(plan, staged, missing)
-        elif updated != len(staged):
-            self._note_missing(plan, "u", staged, updated, "update")
-            if missing and self._on_conflict is OnConflict.OVERWRITE:
-                self._insert_missing(plan, staged, missing)
-        self.applied.updated += updated
+        for group in groups:
+            self._update_together(plan, [group])
 
-    def _move_through_filter(self, plan: TablePlan, staged: StagedRows, missing: list[int]) -> None:
+    def _update_together(self, plan: TablePlan, groups: Sequence[_Group]) -> None:
+        for group in groups:
+            self._fill(plan, group.kind, group.rows)
+        if plan.where or (self._on_conflict is not OnConflict.STOP and not plan.is_multiset):
+            for group in groups:
+                group.missing = self._numbers(plan.missing(group.kind))
+        for group, updated in zip(groups, self._update_rows(plan, groups), strict=True):
+            self.applied.updated += updated
+            found = updated + group.blocked
+            if plan.where or found == len(group.rows):
+                continue
+            self._note_missing(plan, group.kind, group.rows, found, "update")
+            if group.missing and self._on_conflict is OnConflict.OVERWRITE:
+                self._insert_missing(plan, group)
+        if plan.where:
+            self._move_through_filter(plan, groups)
+
+    def _move_through_filter(self, plan: TablePlan, groups: Sequence[_Group]) -> None:
         """Updated rows that no longer meet the condition go, those that now do come."""
-        self.applied.deleted += self._touch(plan.delete_left())
-        if not missing:
+        for group in groups:
+            self.applied.deleted += self._touch(plan.delete_left(group.kind))
+        for group in groups:
+            if group.missing:
+                self._enter_filter(plan, group)
+
+    def _enter_filter(self, plan: TablePlan, group: _Group) -> None:
+        entering = f"{group.is_missing} AND {plan.is_kept(group.kind)}"
+        if not group.rows.unchanged:
+            self.applied.inserted += self._touch(plan.insert_staged(group.kind, entering))
             return
-        entering = f"s.n IN ({', '.join(map(str, missing))}) AND {plan.is_kept('u')}"
-        if not staged.unchanged:
-            self.applied.inserted += self._touch(plan.insert_staged("u", entering))
-            return
-        counted = self._numbers(f"SELECT count(*) FROM {plan.stage('u')} AS s WHERE {entering}")
-        if counted[0] or plan.mentions(staged.unchanged):
+        counted = self._numbers(
+            f"SELECT count(*) FROM {plan.stage(group.kind)} AS s WHERE {entering}"
+        )
+        if counted[0] or plan.mentions(group.rows.unchanged):
             raise ApplyError(
                 f"{plan.label}: a row comes into the filter, and not all of it was sent",
                 hint="an out-of-line value that did not change is not part of an update: ALTER"
                 f" TABLE {plan.name} REPLICA IDENTITY FULL on the source",
                 table=plan.label,
-                lsn=render_lsn(int(staged.lsn[missing[0]])),
+                lsn=group.missing_lsn,
             )
 
-    def _update_rows(self, plan: TablePlan, staged: StagedRows, statement: str) -> int:
-        moved = plan.count_new_identities(staged.unchanged)
-        if moved is not None and self._numbers(moved)[0]:
-            return self._lift(plan, staged)
-        if not plan.can_trade_values and not staged.is_key_changed:
-            return self._touch(statement, "UPDATE")
+    def _update_rows(self, plan: TablePlan, groups: Sequence[_Group]) -> list[int]:
+        """How many rows of each group were updated."""
+        is_key_changed = any(group.rows.is_key_changed for group in groups)
+        # A later group would find rows by keys that an earlier one has given them.
+        must_lift = (is_key_changed and len(groups) > 1) or any(
+            self._numbers(group.new_identities)[0] for group in groups if group.new_identities
+        )
+        if not must_lift and not plan.can_trade_values and not is_key_changed:
+            return self._set(plan, groups)
+        ways = [self._lift] if must_lift else [self._set, self._lift]
+        if self._on_conflict is OnConflict.SKIP:
+            ways.append(self._set_what_can_be)
         execute(self._session, "SAVEPOINT millrace")
-        try:
-            updated = self._touch(statement, "UPDATE")
-        except ServerError as error:
-            if error.facts.get("sqlstate") not in _IN_THE_WAY:
-                raise
-            execute(self._session, "ROLLBACK TO SAVEPOINT millrace")
-            updated = self._lift(plan, staged)
+        while True:
+            way = ways.pop(0)
+            try:
+                updated = way(plan, groups)
+                break
+            except ServerError as error:
+                if not ways or error.facts.get("sqlstate") not in _IN_THE_WAY:
+                    raise
+                execute(self._session, "ROLLBACK TO SAVEPOINT millrace")
         execute(self._session, "RELEASE SAVEPOINT millrace")
         return updated
 
-    def _lift(self, plan: TablePlan, staged: StagedRows) -> int:
-        create, move = plan.lift()
-        execute(self._session, create)
-        lifted = self._touch(move)
+    def _set(self, plan: TablePlan, groups: Sequence[_Group]) -> list[int]:
+        return [
+            self._touch(plan.update(group.kind, group.columns), "UPDATE")
+            if group.columns
+            else len(group.rows)  # nothing is another than before
+            for group in groups
+        ]
+
+    def _set_what_can_be(self, plan: TablePlan, groups: Sequence[_Group]) -> list[int]:
+        return [self._set_part(plan, g, 0, len(g.rows)) if g.columns else 0 for g in groups]
+
+    def _set_part(self, plan: TablePlan, group: _Group, first: int, end: int) -> int:
+        """Stage rows from `first` to before `end`, in halves until it is known which one is in
+        the way."""
+        execute(self._session, "SAVEPOINT millrace_part")
+        try:
+            part = f"s.n >= {first} AND s.n < {end}"
+            updated = self._touch(plan.update(group.kind, group.columns, part), "UPDATE")
+        except ServerError as error:
+            if error.facts.get("sqlstate") not in _IN_THE_WAY:
+                raise
+            execute(self._session, "ROLLBACK TO SAVEPOINT millrace_part")
+            middle = (first + end) // 2
+            if middle > first:
+                return self._set_part(plan, group, first, middle) + self._set_part(
+                    plan, group, middle, end
+                )
+            group.blocked += 1
+            self.applied.skipped += 1
+            lsn = render_lsn(int(group.rows.lsn[first]))
+            log.warning("%s: the update at %s is skipped: %s", plan.label, lsn, error.message)
+            return 0
+        execute(self._session, "RELEASE SAVEPOINT millrace_part")
+        return updated
+
+    def _lift(self, plan: TablePlan, groups: Sequence[_Group]) -> list[int]:
+        """Out of the table with all of them, then back with their new values."""
+        lifted = []
+        for group in groups:
+            create, move = plan.lift(group.kind)
+            execute(self._session, create)
+            lifted.append(self._touch(move))
         if self._on_conflict is OnConflict.OVERWRITE:
-            for statement in plan.delete_blocking("u"):
-                self.applied.overwritten += self._touch(statement)
-        put_back = self._touch(plan.put_back(staged.unchanged))
-        if put_back != lifted:
-            raise InvariantError(f"{plan.label}: {lifted} rows lifted, {put_back} put back")
-        execute(self._session, f"DROP TABLE pg_temp.millrace_{plan.number}_l")
+            for group in groups:
+                for statement in plan.delete_blocking(group.kind):
+                    self.applied.overwritten += self._touch(statement)
+        for group, count in zip(groups, lifted, strict=True):
+            put_back = self._touch(plan.put_back(group.kind, group.rows.unchanged))
+            if put_back != count:
+                raise InvariantError(f"{plan.label}: {count} rows lifted, {put_back} put back")
+            execute(self._session, f"DROP TABLE {plan.lifted(group.kind)}")
         return lifted
 
     def _insert(self, plan: TablePlan, staged: StagedRows, *, is_direct: bool) -> None:
@@ -183,18 +280,17 @@ class Applier:
             _log_conflict(plan, "insert", staged, len(staged) - stored, "skipped")
         self.applied.inserted += stored
 
-    def _insert_missing(self, plan: TablePlan, staged: StagedRows, missing: list[int]) -> None:
+    def _insert_missing(self, plan: TablePlan, group: _Group) -> None:
         """Updates whose row is not there become inserts, if the whole row is known."""
-        if staged.unchanged:
+        if group.rows.unchanged:
             raise ApplyError(
                 f"{plan.label}: the row to update is not there, and not all of it was sent",
                 hint="an out-of-line value that did not change is not part of an update; copy the"
                 " table again",
                 table=plan.label,
-                lsn=render_lsn(int(staged.lsn[missing[0]])),
+                lsn=group.missing_lsn,
             )
-        numbers = ", ".join(map(str, missing))
-        inserted = self._touch(plan.insert_staged("u", f"s.n IN ({numbers})"))
+        inserted = self._touch(plan.insert_staged(group.kind, group.is_missing))
         self.applied.overwritten += inserted
 
     def _note_missing(
@@ -203,7 +299,7 @@ class Applier:
         """Not every stage row met exactly one row of the table."""
         lsn = int(staged.lsn[0])
         if not plan.is_multiset and not staged.is_key_changed:
-            numbers = self._numbers(plan.missing(kind)) if kind == "u" else []
+            numbers = self._numbers(plan.missing(kind)) if verb == "update" else []
             lsn = int(staged.lsn[numbers[0]]) if numbers else lsn
         if self._on_conflict is OnConflict.STOP or touched > len(staged):
             key = ", ".join(column.target.name for column in plan.key)

@@ -9,8 +9,8 @@ a row whose key changed, even several times, stays one line. A deleted row ends 
 key inserted again begins another. Keys are compared as bytes: all of them come from the source, as
 the source holds them.
 
-Without a key a row is known by all its values. Equal rows may then be there several times, and
-it does not matter which one of them a change means.
+Where changes bring the whole row as it was, a row is known by all its values. Equal rows may then
+be there several times, and it does not matter which one of them a change means.
 """
 
 from __future__ import annotations
@@ -60,6 +60,24 @@ class NetChanges:
 
     def __len__(self) -> int:
         return len(self.deleted) + len(self.updated) + len(self.inserted)
+
+    def known_by(self, key: Numbers, columns: Numbers) -> NetChanges:
+        """For rows that were followed by all of `columns`, which rise: known by the key alone."""
+        if len(self) == len(self.inserted):
+            return self
+        within = np.searchsorted(columns, key)
+        before, after = self.updated.before.columns(within), self.updated.after.columns(key)
+        is_same = np.empty(len(before), np.bool_)
+        at, size = np.ascontiguousarray(before.at), np.ascontiguousarray(before.size)
+        to, to_size = np.ascontiguousarray(after.at), np.ascontiguousarray(after.size)
+        _are_same(self.buffer, at, size, to, to_size, is_same)
+        return NetChanges(
+            self.buffer,
+            _with_before(self.deleted, self.deleted.before.columns(within)),
+            _with_before(self.updated, before),
+            ~is_same,
+            self.inserted,
+        )
 
     def without_updates(self) -> NetChanges:
         """Each update as a delete and an insert, for lines that are known whole."""
@@ -142,8 +160,12 @@ def _values(rows: int, columns: int) -> Values:
     return Values(np.zeros((rows, columns), np.int32), np.full((rows, columns), -2, np.int32))
 
 
+def _with_before(lines: Lines, before: Values) -> Lines:
+    return Lines(before, lines.after, lines.lsn)
+
+
 def _without_before(lines: Lines) -> Lines:
-    return Lines(_values(len(lines), 0), lines.after, lines.lsn)
+    return _with_before(lines, _values(len(lines), 0))
 
 
 def _only_inserts(rows: Rows) -> NetChanges:
@@ -183,6 +205,12 @@ def _is_same(
                 if buffer[a + i] != buffer[b + i]:
                     return False
     return True
+
+
+@kernel
+def _are_same(buffer: Any, at_a: Any, size_a: Any, at_b: Any, size_b: Any, is_same: Any) -> None:
+    for row in range(len(is_same)):
+        is_same[row] = _is_same(buffer, at_a, size_a, row, at_b, size_b, row)
 
 
 @kernel

@@ -103,8 +103,11 @@ class OriginPosition:
         return "BEGIN"
 
     def advance_sql(self, lsn: int, committed_at: str) -> str:
+        # A transaction that wrote nothing moves no origin, and waits for no disk.
         return (
-            f"SELECT pg_replication_origin_xact_setup('{render_lsn(lsn)}',"
+            "SELECT pg_logical_emit_message(true, 'millrace', '')"
+            " WHERE pg_current_xact_id_if_assigned() IS NULL;"
+            f" SELECT pg_replication_origin_xact_setup('{render_lsn(lsn)}',"
             f" '{committed_at}'::timestamptz)"
         )
 

@@ -226,11 +226,10 @@ class _Receiver:
         """Connect, stream, and connect again after what can go away."""
         self._buffer.scan(any_kind=False)  # loads machine code, before the source waits for it
         while not self._stop.is_set():
-            self._read_control()
-            if self._is_done():
-                break
             try:
-                self._connect_and_stream()
+                self._read_control()
+                if not self._is_done():
+                    self._connect_and_stream()
                 break
             except UnsafeBinary as error:
                 log.info("%s: going on in text", error)
@@ -295,6 +294,13 @@ class _Receiver:
         """Begin where the slot begins; later, nobody else may have moved it."""
         complete = self._spool.complete_lsn
         if complete == 0:
+            setup = self._sentinel.read_setup() if self._sentinel else None
+            if setup is not None and setup.start_lsn < confirmed_lsn:
+                raise slot_lost(
+                    self._settings.slot,
+                    f"the stream began at {render_lsn(setup.start_lsn)} and the slot stands at "
+                    f"{render_lsn(confirmed_lsn)}, but the spool with the changes between is gone",
+                )
             self._spool.mark_idle(confirmed_lsn)
             self._spool.sync()
         elif confirmed_lsn > complete:
@@ -501,9 +507,14 @@ class _Receiver:
         self._report(durable)
 
     def _report(self, durable: int) -> None:
-        self._on_progress(self._received_lsn, durable)
+        flushed = durable
+        if self._reached and self._endpos is not None and durable == self._spool.complete_lsn:
+            # It lies within a commit record: nothing ends between this record's begin, which is
+            # what the source may be told, and there.
+            flushed = max(durable, self._endpos)
+        self._on_progress(self._received_lsn, flushed)
         if self._sentinel is not None:
-            self._sentinel.write_received(max(self._received_lsn, durable), durable)
+            self._sentinel.write_received(max(self._received_lsn, flushed), flushed)
 
     def _finish(self, stream: ReplicationStream) -> None:
         """Cut, sync, and tell the source before hanging up."""

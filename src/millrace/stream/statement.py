@@ -77,6 +77,12 @@ class TablePlan:
         """Whether rows can be in each other's way although the outcome is fine."""
         return self.table.unique_index_count > 1
 
+    @property
+    def comes_whole(self) -> bool:
+        """Whether changes bring the whole row as it was. Such rows are followed by all of it: a
+        deferrable key may be there twice until its transaction ends."""
+        return self.relation.replica_identity == "f"
+
     def settable(self, *, with_key: bool, unchanged: frozenset[int]) -> list[MappedColumn]:
         """The columns an UPDATE sets; numbers in `unchanged` are places."""
         key = () if with_key else self.key
@@ -100,7 +106,7 @@ class TablePlan:
         return f"pg_temp.millrace_{self.number}_{kind}"
 
     def create_stage(self, kind: str) -> str:
-        """`kind`: d for rows to delete, u to update, i to insert."""
+        """`kind`: d for rows to delete, i to insert, u, and u with a number, to update."""
         fields = ["n int4"]
         if kind != "i":
             fields += [f"k{i} {c.stage_type}" for i, c in enumerate(self.key, 1)]
@@ -112,13 +118,15 @@ class TablePlan:
 
     def delete(self) -> str:
         return self._by_key(
-            f"DELETE FROM {self._only} AS t USING {self._source('d')} WHERE {self._match('d')}"
+            f"DELETE FROM {self._only} AS t USING {self._source('d')} WHERE {self._match}"
         )
 
-    def update(self, columns: Sequence[MappedColumn]) -> str:
+    def update(self, kind: str, columns: Sequence[MappedColumn], condition: str = "true") -> str:
+        """`condition`: which rows of the stage."""
         sets = ", ".join(f"{ident(c.target.name)} = s.{self._value(c)}" for c in columns)
         return self._by_key(
-            f"UPDATE {self._only} AS t SET {sets} FROM {self._source('u')} WHERE {self._match('u')}"
+            f"UPDATE {self._only} AS t SET {sets} FROM {self._source(kind)}"
+            f" WHERE {self._match} AND {condition}"
         )
 
     def _by_key(self, statement: str) -> str:
@@ -132,7 +140,7 @@ class TablePlan:
             "SET LOCAL enable_hashjoin TO DEFAULT; SET LOCAL enable_mergejoin TO DEFAULT"
         )
 
-    def count_new_identities(self, unchanged: frozenset[int]) -> str | None:
+    def count_new_identities(self, kind: str, unchanged: frozenset[int]) -> str | None:
         """How many rows get another value in a column that UPDATE may not set; None if the table
         has no such column."""
         always = [
@@ -147,8 +155,8 @@ class TablePlan:
             for column in always
         )
         return (
-            f"SELECT count(*) FROM {self._only} AS t, {self._source('u')}"
-            f" WHERE {self._match('u')} AND ({differs})"
+            f"SELECT count(*) FROM {self._only} AS t, {self._source(kind)}"
+            f" WHERE {self._match} AND ({differs})"
         )
 
     def missing(self, kind: str) -> str:
@@ -183,8 +191,8 @@ class TablePlan:
         names = [column.target.name for column in self.columns if column.place in places]
         return any(name.lower() in self.where.lower() for name in names)
 
-    def delete_left(self) -> str:
-        """Rows of the update stage that no longer meet the condition."""
+    def delete_left(self, kind: str) -> str:
+        """Rows of an update stage that no longer meet the condition."""
         matches = [
             self._equal(column.target.name, f"s.{self._value(column)}", "r") for column in self.key
         ]
@@ -192,7 +200,7 @@ class TablePlan:
         return (
             f"DELETE FROM {self._only} AS t USING"
             f" (SELECT tableoid AS place_table, ctid AS place FROM {self._only}"
-            f" WHERE ({self.where}) IS NOT TRUE) AS l, {self._only} AS r, {self.stage('u')} AS s"
+            f" WHERE ({self.where}) IS NOT TRUE) AS l, {self._only} AS r, {self.stage(kind)} AS s"
             f" WHERE t.tableoid = l.place_table AND t.ctid = l.place"
             f" AND r.tableoid = t.tableoid AND r.ctid = t.ctid AND {' AND '.join(matches)}"
         )
@@ -211,23 +219,26 @@ class TablePlan:
             )
         return statements
 
-    def lift(self) -> tuple[str, str]:
-        """(create, move): take the rows of the update stage out of the table, into a table of
+    def lifted(self, kind: str) -> str:
+        """The table that holds rows while they are out of theirs."""
+        return f"{self.stage(kind)}_l"
+
+    def lift(self, kind: str) -> tuple[str, str]:
+        """(create, move): take the rows of an update stage out of the table, into a table of
         their own, together with their numbers."""
-        names = self._stored
         create = (
-            f"CREATE TEMP TABLE millrace_{self.number}_l ON COMMIT DROP AS"
-            f" SELECT 0 AS n, {names} FROM {self.name} LIMIT 0"
+            f"CREATE TEMP TABLE {self.lifted(kind)[8:]} ON COMMIT DROP AS"
+            f" SELECT 0 AS millrace_n, {self._stored} FROM {self.name} LIMIT 0"
         )
         listed = ", ".join(f"t.{ident(c.name)}" for c in self._stored_columns)
         move = (
-            f"WITH gone AS (DELETE FROM {self._only} AS t USING {self._source('u')}"
-            f" WHERE {self._match('u')} RETURNING s.n, {listed})"
-            f" INSERT INTO pg_temp.millrace_{self.number}_l SELECT * FROM gone"
+            f"WITH gone AS (DELETE FROM {self._only} AS t USING {self._source(kind)}"
+            f" WHERE {self._match} RETURNING s.n, {listed})"
+            f" INSERT INTO {self.lifted(kind)} SELECT * FROM gone"
         )
         return create, move
 
-    def put_back(self, unchanged: frozenset[int]) -> str:
+    def put_back(self, kind: str, unchanged: frozenset[int]) -> str:
         """Insert the lifted rows again, with their new values."""
         new = {
             column.target.name: f"s.{self._value(column)}"
@@ -237,8 +248,8 @@ class TablePlan:
         values = ", ".join(new.get(c.name, f"l.{ident(c.name)}") for c in self._stored_columns)
         return (
             f"INSERT INTO {self.name} ({self._stored}) OVERRIDING SYSTEM VALUE SELECT {values}"
-            f" FROM pg_temp.millrace_{self.number}_l AS l JOIN {self.stage('u')} AS s USING (n)"
-            " ORDER BY n"
+            f" FROM {self.lifted(kind)} AS l JOIN {self.stage(kind)} AS s ON s.n = l.millrace_n"
+            " ORDER BY s.n"
         )
 
     @property
@@ -270,7 +281,8 @@ class TablePlan:
             self._equal(column.target.name, f"s.k{i}") for i, column in enumerate(self.key, 1)
         )
 
-    def _match(self, kind: str) -> str:
+    @property
+    def _match(self) -> str:
         if not self.is_multiset:
             return self._key_match
         return "t.tableoid = s.place_table AND t.ctid = s.place"

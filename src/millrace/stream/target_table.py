@@ -38,8 +38,8 @@ class TargetTable:
     columns: tuple[TargetColumn, ...]
     # Column names of each unique index over plain columns.
     unique_keys: tuple[tuple[str, ...], ...]
-    # Of these, the ones that tell any two rows apart because no column can be null; the primary
-    # key first.
+    # Of these, the ones that tell any two rows apart at any time: they are not deferrable, and no
+    # column can be null. The primary key first.
     telling_keys: tuple[tuple[str, ...], ...]
     # Of the unique ones, those by which a row is found with the columns' own equality.
     lookup_keys: tuple[tuple[str, ...], ...]
@@ -96,9 +96,15 @@ _UNIQUE = """
                    WITH ORDINALITY AS k (number, place)
                    JOIN pg_attribute AS a ON a.attrelid = i.indrelid AND a.attnum = k.number
                   ORDER BY k.place),
-           NOT EXISTS (SELECT FROM unnest(i.indkey[0:i.indnkeyatts - 1]) AS k (number)
-                         JOIN pg_attribute AS a ON a.attrelid = i.indrelid
-                          AND a.attnum = k.number WHERE NOT a.attnotnull),
+           i.indimmediate
+           AND NOT EXISTS (SELECT FROM unnest(i.indkey[0:i.indnkeyatts - 1]) AS k (number)
+                             JOIN pg_attribute AS a ON a.attrelid = i.indrelid
+                              AND a.attnum = k.number
+                            WHERE NOT a.attnotnull
+                               OR EXISTS (SELECT FROM pg_constraint AS n
+                                           WHERE n.conrelid = a.attrelid AND n.contype = 'n'
+                                             AND n.conkey = ARRAY[a.attnum]
+                                             AND NOT n.convalidated)),
            NOT EXISTS (SELECT FROM unnest(i.indkey[0:i.indnkeyatts - 1], i.indclass[0:],
                                           i.indcollation[0:]) AS k (number, class, locale)
                          JOIN pg_opclass AS c ON c.oid = k.class

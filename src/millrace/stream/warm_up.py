@@ -44,7 +44,10 @@ def warm_up(argument: int = 0, attempt: int = 0) -> int:
     found = scan(buffer, len(buffer))
     whole_frames(buffer, len(buffer))
     rows = locate(buffer, found.kind, found.offset, found.length, found.lsn, 2)
-    fold(rows, np.array([0], np.int64), is_multiset=False)
+    key, both = np.array([0], np.int64), np.array([0, 1], np.int64)
+    fold(rows, key, is_multiset=False)
+    # Without its insert, the row was there before.
+    fold(rows.between(1, len(rows)), both, is_multiset=True).known_by(key, both)
     for encode in (encode_binary, encode_text):
         encode(buffer, rows.new, numbered=True)
     return argument

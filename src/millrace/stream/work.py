@@ -186,11 +186,13 @@ class Preparer:
         return self._type_names
 
     def _table_work(self, plan: TablePlan, section: TableRows) -> TableWork:
+        places = np.array([column.place for column in plan.columns], np.int64)
         key = np.array([column.place for column in plan.key], np.int64)
-        net = fold(section.rows, key, is_multiset=plan.is_multiset)
+        net = fold(section.rows, places if plan.comes_whole else key, is_multiset=plan.comes_whole)
+        if plan.comes_whole and not plan.is_multiset:
+            net = net.known_by(key, places)
         if plan.where and plan.is_multiset:
             net = net.without_updates()
-        places = np.array([column.place for column in plan.columns], np.int64)
         is_direct = plan.can_insert_directly and not self._staged_inserts
         stage = _Encoder(net.buffer, plan.is_binary, numbered=True)
         insert = _Encoder(net.buffer, plan.is_binary, numbered=not is_direct)

@@ -1,0 +1,160 @@
+"""Applying changes of rows that depend on each other: they take each other's keys and values."""
+
+from __future__ import annotations
+
+import pytest
+from tests.fixtures.stream_pair import StreamPair
+
+from millrace.lsn import parse_lsn
+from millrace.stream.settings import Left, OnConflict
+
+
+@pytest.mark.parametrize("on_target", ["DEFERRABLE", ""], ids=["both", "source"])
+def test_a_deferrable_key_may_be_there_twice_for_a_moment(pair: StreamPair, on_target: str) -> None:
+    """Among changes with whole old rows, the key alone does not say which row is meant."""
+    table = "CREATE TABLE chair (name text, id int PRIMARY KEY {}, note text)"
+    pair.begin(
+        on_source=f"{table.format('DEFERRABLE')}; ALTER TABLE chair REPLICA IDENTITY FULL",
+        on_target=table.format(on_target),
+    )
+    pair.run("INSERT INTO chair SELECT chr(64 + i), i, repeat('n', i) FROM generate_series(1, 9) i")
+    pair.follow()
+    for transactions in (
+        ["UPDATE chair SET id = id + 1"],
+        ["UPDATE chair SET id = 12 - id", "UPDATE chair SET note = id::text WHERE id > 4"],
+        ["UPDATE chair SET id = id - 1", "DELETE FROM chair WHERE id = 5"],
+        ["UPDATE chair SET note = NULL WHERE id = 3", "DELETE FROM chair WHERE name = 'C'"],
+    ):
+        pair.run(*transactions)
+        pair.follow()
+        pair.assert_equal()
+
+
+DOCUMENT = (
+    "CREATE TABLE document (id int PRIMARY KEY, slug text UNIQUE, size int, body text)",
+    "ALTER TABLE document ALTER body SET STORAGE EXTERNAL",
+    "INSERT INTO document VALUES (1, 'a', 0, repeat('x', 9000)), (2, 'b', 5, 'short'),"
+    " (3, 'c', 7, repeat('y', 9000)), (4, 'd', 8, 'short')",
+)
+
+
+@pytest.mark.parametrize("on_conflict", OnConflict)
+@pytest.mark.parametrize(
+    "statements",
+    [
+        # A value that a row with an unsent body gives up, taken by a row that is sent whole.
+        [
+            "UPDATE document SET slug = 'z' WHERE id = 1",
+            "UPDATE document SET slug = 'a' WHERE id = 2",
+        ],
+        [
+            "UPDATE document SET slug = 'z' WHERE id = 2",
+            "UPDATE document SET slug = 'b' WHERE id = 1",
+        ],
+        # A key likewise, in both directions, and round in a ring.
+        ["UPDATE document SET id = 9 WHERE id = 1", "UPDATE document SET id = 1 WHERE id = 2"],
+        ["UPDATE document SET id = 9 WHERE id = 2", "UPDATE document SET id = 2 WHERE id = 1"],
+        [
+            "UPDATE document SET id = 9 WHERE id = 1",
+            "UPDATE document SET id = 1 WHERE id = 2",
+            "UPDATE document SET id = 2 WHERE id = 3",
+            "UPDATE document SET id = 3, body = 'new' WHERE id = 4",
+            "UPDATE document SET id = 4 WHERE id = 9",
+        ],
+    ],
+)
+def test_rows_with_and_without_unsent_values_take_each_others_place(
+    pair: StreamPair, statements: list[str], on_conflict: OnConflict
+) -> None:
+    pair.begin(*DOCUMENT)
+    pair.run(*statements)
+    outcome = pair.follow(on_conflict=on_conflict)
+    pair.assert_equal()
+    assert outcome.applied.skipped == outcome.applied.overwritten == 0
+
+
+def test_a_key_that_a_filtered_row_gives_up_is_another_rows(pair: StreamPair) -> None:
+    pair.begin(*DOCUMENT[:2])
+    left = Left(where={("public", "document"): "size > 1"})
+    pair.run(DOCUMENT[2])
+    pair.follow(left=left)
+    pair.run(
+        # Its body is not sent, and it is not there; the next one has its key then.
+        "UPDATE document SET id = 9 WHERE id = 1",
+        "UPDATE document SET id = 1 WHERE id = 2",
+    )
+    pair.follow(left=left)
+    query = "SELECT id, slug, size, body FROM document WHERE size > 1 ORDER BY id"
+    there = pair.target.execute("SELECT id, slug, size, body FROM document ORDER BY id").fetchall()
+    assert there == pair.source.execute(query).fetchall()
+
+
+def test_rows_are_lifted_whatever_their_columns_are_called(pair: StreamPair) -> None:
+    pair.begin("CREATE TABLE t (id int PRIMARY KEY, u int UNIQUE, n int, s int, l int, v1 int)")
+    pair.run("INSERT INTO t SELECT i, i, i, i, i, i FROM generate_series(1, 4) i")
+    pair.follow()
+    pair.run(
+        [
+            "UPDATE t SET u = 100 WHERE id = 1",
+            "UPDATE t SET u = 1, n = 7 WHERE id = 2",
+            "UPDATE t SET u = 2, l = 8 WHERE id = 1",
+        ]
+    )
+    pair.follow()
+    pair.assert_equal()
+
+
+def test_an_identity_that_alone_changes_arrives(pair: StreamPair) -> None:
+    pair.begin(
+        "CREATE TABLE ticket (id int PRIMARY KEY, number int GENERATED ALWAYS AS IDENTITY)",
+        "CREATE TABLE own (id int GENERATED ALWAYS AS IDENTITY PRIMARY KEY)",
+        "INSERT INTO ticket VALUES (1), (2)",
+        "INSERT INTO own DEFAULT VALUES",
+    )
+    pair.run("UPDATE ticket SET number = DEFAULT WHERE id = 1", "UPDATE own SET id = DEFAULT")
+    pair.follow()
+    pair.assert_equal()
+    pair.run("DELETE FROM own", "UPDATE ticket SET id = id")
+    pair.follow()
+    pair.assert_equal()
+
+
+def test_a_batch_without_effect_moves_the_position_for_good(pair: StreamPair) -> None:
+    """What lies before it may be pruned, so the target must not forget it."""
+    pair.begin("CREATE TABLE queue (id int PRIMARY KEY)")
+    pair.run(["INSERT INTO queue VALUES (1)", "DELETE FROM queue"])
+    pair.receive()
+    with pair.target.cursor() as cursor:
+        before = cursor.execute("SELECT pg_current_wal_insert_lsn()").fetchone()
+        outcome = pair.apply()
+        found = cursor.execute(
+            "SELECT remote_lsn::text, pg_current_wal_flush_lsn() > %s::pg_lsn"
+            " FROM pg_replication_origin_status WHERE external_id = %s",
+            (before[0] if before else None, pair.slot),
+        ).fetchone()
+    assert outcome.error is None
+    assert outcome.applied.changes == 2
+    assert found is not None
+    assert (parse_lsn(found[0]), found[1]) == (outcome.position, True)
+
+
+def test_an_update_that_is_in_a_rows_way_is_skipped_alone(
+    pair: StreamPair, caplog: pytest.LogCaptureFixture
+) -> None:
+    pair.begin("CREATE TABLE seat (id int PRIMARY KEY, place int UNIQUE, guest text)")
+    pair.run("INSERT INTO seat SELECT i, i, 'guest' FROM generate_series(1, 100) i")
+    pair.follow()
+    pair.target.execute("INSERT INTO seat VALUES (900, 1050, 'theirs'), (901, 1077, 'theirs')")
+    pair.run("UPDATE seat SET place = place + 1000, guest = 'moved'")
+    outcome = pair.follow(on_conflict=OnConflict.SKIP)
+    assert (outcome.applied.updated, outcome.applied.skipped) == (98, 2)
+    there = pair.target.execute(
+        "SELECT id, place, guest FROM seat WHERE guest <> 'moved' ORDER BY id"
+    ).fetchall()
+    assert there == [
+        (50, 50, "guest"),
+        (77, 77, "guest"),
+        (900, 1050, "theirs"),
+        (901, 1077, "theirs"),
+    ]
+    assert caplog.text.count("is skipped") == 2

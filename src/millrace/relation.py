@@ -77,7 +77,8 @@ class Index:
     name: str
     definition: str
     is_unique: bool
-    # Statements to run once the index stands: clustering, replica identity, statistics.
+    # Statements to run once the index stands: clustering, replica identity, statistics, options,
+    # extensions it depends on.
     after: tuple[str, ...] = ()
     tablespace: str | None = None
     constraint_oid: int | None = None
@@ -165,7 +166,11 @@ class SourceCatalog:
     extensions: tuple[Extension, ...] = ()
     partitioned_tables: tuple[tuple[int, str, str], ...] = ()
     materialized_views: tuple[tuple[int, str, str], ...] = ()
+    # OIDs of the indexes of these.
+    view_indexes: frozenset[int] = frozenset()
     schemas: dict[int, str] = field(default_factory=dict)
+    # Their owners, but for a public schema that is still the server's own.
+    schema_owners: dict[int, str] = field(default_factory=dict)
     # Each partition and the root of its tree.
     families: dict[int, int] = field(default_factory=dict)
     large_object_ranges: tuple[LargeObjectRange, ...] = ()

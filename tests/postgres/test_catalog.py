@@ -10,6 +10,7 @@ from typing import Any
 
 import psycopg
 import pytest
+from tests.fixtures.sql import execute
 
 from millrace.clone.copy import part_statements
 from millrace.clone.index import build_index, finish_index
@@ -17,6 +18,8 @@ from millrace.clone.split import Sampled, plan_cuts, plan_parts
 from millrace.config.dsn import Dsn
 from millrace.postgres import catalog
 from millrace.postgres.connect import connect
+from millrace.postgres.describe import read_compared_relations
+from millrace.postgres.embedded import Cluster
 from millrace.relation import Index, SplitKey, Table
 from millrace.snapshot.export import open_snapshot
 
@@ -122,6 +125,27 @@ def test_split_key_is_an_integer_with_an_immediate_unique_index_over_all_rows(
         "leaf": key,
         "invalid_unique": None,
     }
+
+
+def test_not_null_that_is_not_valid_may_have_nulls(target: Connection) -> None:
+    """18 marks such a column like any other that is NOT NULL."""
+    create(
+        target,
+        "CREATE TABLE t (id int UNIQUE); INSERT INTO t SELECT generate_series(1, 1000);"
+        " INSERT INTO t VALUES (NULL), (NULL); ALTER TABLE t ADD NOT NULL id NOT VALID;"
+        " CREATE TABLE valid (a int UNIQUE, b int UNIQUE); ALTER TABLE valid"
+        " ADD NOT NULL a NOT VALID, ADD NOT NULL b NOT VALID, VALIDATE CONSTRAINT valid_b_not_null",
+    )
+    found = tables_of(target)
+    assert found["t"].split_key == SplitKey("id", nullable=True)
+    assert found["valid"].split_key == SplitKey("b", nullable=False)
+    counts = [
+        rows(target, f"SELECT count(*) FROM public.t WHERE {part.condition}")[0][0]
+        for part in plan_parts(found["t"], [100, 500])
+    ]
+    assert counts == [101, 400, 501]
+    keys = {relation.name: relation.key for relation in read_compared_relations(target)}
+    assert keys == {"t": (), "valid": ("b",)}
 
 
 TYPES = """
@@ -418,6 +442,72 @@ def test_indexes_built_from_what_was_read_are_the_same(
         " WHERE conrelid = 'public.t'::regclass AND contype IN ('p', 'u', 'x') ORDER BY 1",
     ):
         assert rows(source, query) == rows(target, query)
+
+
+SPACE = "Odd space"
+
+
+@pytest.fixture
+def tablespace(target_cluster: Cluster) -> Iterator[str]:
+    """Asked for before the databases, it goes after them."""
+    execute(
+        target_cluster.uri(),
+        "SET allow_in_place_tablespaces = on",
+        f"CREATE TABLESPACE \"{SPACE}\" LOCATION ''",
+    )
+    yield SPACE
+    execute(target_cluster.uri(), f'DROP TABLESPACE "{SPACE}"')
+
+
+@pytest.fixture
+def sibling(target_cluster: Cluster) -> Iterator[Connection]:
+    """A source with everything that 18 knows."""
+    uri = target_cluster.create_database("sibling")
+    with connect(Dsn.parse(uri), "test") as connection:
+        yield connection
+    target_cluster.drop_database("sibling")
+
+
+PLACED = f"""
+CREATE TABLE t (
+    a int, active bool, room int4range, during tsrange,
+    CONSTRAINT apart EXCLUDE USING gist (room WITH &&) WITH (fillfactor = 60)
+        USING INDEX TABLESPACE "{SPACE}" WHERE (active),
+    CONSTRAINT once PRIMARY KEY (room, during WITHOUT OVERLAPS)
+        WITH (fillfactor = 70, buffering = off) USING INDEX TABLESPACE "{SPACE}",
+    CONSTRAINT other UNIQUE (a) WITH (fillfactor = 80) USING INDEX TABLESPACE "{SPACE}"
+);
+CREATE INDEX of_active ON t (a) TABLESPACE "{SPACE}" WHERE active;
+CREATE INDEX elsewhere ON t (a);
+ALTER INDEX elsewhere DEPENDS ON EXTENSION plpgsql;
+"""
+PLACES = """
+SELECT c.relname, {}, c.reloptions, pg_get_indexdef(c.oid),
+       (SELECT array_agg(e.extname::text) FROM pg_depend d JOIN pg_extension e ON e.oid = d.refobjid
+         WHERE d.objid = c.oid AND d.deptype = 'x')
+  FROM pg_index i JOIN pg_class c ON c.oid = i.indexrelid
+  LEFT JOIN pg_tablespace t ON t.oid = c.reltablespace
+ WHERE i.indrelid = 'public.t'::regclass ORDER BY 1"""
+
+
+@pytest.mark.parametrize("tablespaces", [True, False])
+def test_indexes_are_built_where_they_were_with_their_options(
+    tablespace: str, sibling: Connection, target: Connection, tablespaces: bool
+) -> None:
+    create(sibling, PLACED)
+    create(target, "CREATE TABLE t (a int, active bool, room int4range, during tsrange)")
+    table = tables_of(sibling)["t"]
+    indexes = catalog.read_indexes(sibling)
+    for _ in range(2):
+        for index in indexes:
+            build_index(target, index, table, tablespaces=tablespaces)
+        for index in indexes:
+            finish_index(target, index, table)
+    expected = rows(sibling, PLACES.format("t.spcname" if tablespaces else "NULL"))
+    assert rows(target, PLACES.format("t.spcname")) == expected
+    placed = [name for name, space, *_ in expected if space == tablespace]
+    assert placed == (["apart", "of_active", "once", "other"] if tablespaces else [])
+    assert rows(target, "SHOW default_tablespace") == [("",)]
 
 
 def test_invalid_indexes_and_those_of_partitioned_tables_are_left_out(source: Connection) -> None:

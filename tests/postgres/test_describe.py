@@ -186,6 +186,8 @@ CHANGES = {
     },
     "CREATE STATISTICS s.both ON id, t FROM s.r": {("statistics object", "s.both", "")},
     "CREATE PUBLICATION everything FOR ALL TABLES": {("publication", "everything", "")},
+    "CREATE SUBSCRIPTION elsewhere CONNECTION 'dbname=nowhere' PUBLICATION p"
+    " WITH (connect = false, slot_name = NONE)": {("subscription", "elsewhere", "")},
     "ALTER DEFAULT PRIVILEGES IN SCHEMA s GRANT SELECT ON TABLES TO PUBLIC": {
         ("default privileges", "USER.s.tables", "")
     },

@@ -277,6 +277,27 @@ def test_skip_extensions_uses_the_one_that_the_target_has(
     )
 
 
+@pytest.mark.usefixtures("cabinet")
+@pytest.mark.parametrize("no_owner", [False, True])
+def test_owner_comes_with_a_schema_that_the_target_has(
+    source_db: str, target_db: str, cloner: Cloner, no_owner: bool
+) -> None:
+    execute(
+        source_db,
+        "ALTER SCHEMA public OWNER TO cabinet_owner",
+        "CREATE SCHEMA shared AUTHORIZATION cabinet_reader",
+        "CREATE TABLE shared.t (id int)",
+    )
+    execute(target_db, "CREATE SCHEMA shared")
+    owners = (
+        "SELECT nspname, pg_get_userbyid(nspowner) FROM pg_namespace"
+        " WHERE nspname IN ('public', 'shared') ORDER BY 1"
+    )
+    expected = rows(target_db if no_owner else source_db, owners)
+    cloner(source_db, target_db, schema=SchemaSettings(no_owner=no_owner))
+    assert rows(target_db, owners) == expected
+
+
 # Roles
 
 ROLE = """

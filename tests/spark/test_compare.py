@@ -13,6 +13,7 @@ import psycopg
 import pytest
 from tests.fixtures import create_museum_roles, load_museum
 
+from millrace.clone import compare, compare_run
 from millrace.clone.compare import Compared, CompareTask, RowDifference, compare_parts, plan_compare
 from millrace.clone.compare_rows import RowsTask, compare_rows
 from millrace.clone.compare_run import CompareSettings, compare_data, compare_schema
@@ -147,6 +148,22 @@ def test_parts_of_one_table_name_their_own_rows(
         for half, one in zip(task.parts, sums, strict=True)
     ]
     assert [row.key for one in named for row in one.rows] == [("10",), ("40000",)]
+
+
+def test_rows_of_the_target_without_a_key_are_in_one_of_the_parts(
+    source_db: str, target_db: str, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = "CREATE TABLE cut (id int UNIQUE {}, filler text)"
+    rows = "INSERT INTO cut SELECT i, repeat('x', 100) FROM generate_series(1, 20000) i; ANALYZE"
+    run(source_db, table.format("NOT NULL"), rows)
+    run(target_db, table.format(""), rows, "INSERT INTO cut VALUES (NULL, 'more')")
+    small = replace(compare.SPLIT, larger_than_bytes=500_000)
+    for module in (compare, compare_run):
+        monkeypatch.setattr(module, "SPLIT", small)
+    (found,) = compare_data(settings_for(source_db, target_db), engine)
+    assert found.source is not None
+    assert found.target is not None
+    assert (found.source.rows, found.target.rows) == (20000, 20001)
 
 
 KEYLESS = """

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
 import psycopg
 import pytest
-from tests.fixtures.sql import rows
+from tests.fixtures.sql import execute, rows
 
 from millrace.clone import step
 from millrace.clone.compare_run import CompareSettings, compare_data
@@ -18,6 +19,7 @@ from millrace.clone.progress import Progress, Reporter
 from millrace.clone.run import clone
 from millrace.clone.settings import CloneSettings
 from millrace.clone.split import SplitSettings
+from millrace.clone.step import ALL, Step
 from millrace.config.dsn import Dsn
 from millrace.demo.shop import create_shop
 from millrace.errors import PreflightError, ServerError, SnapshotLost, WorkDirError
@@ -236,6 +238,76 @@ def test_data_can_come_after_triggers_and_foreign_keys(
         clone(replace(settings, steps=step.DATA), engine, reporter)
     compared = compare_data(CompareSettings(settings.source, settings.target), engine)
     assert [one.label for one in compared if not one.is_equal] == []
+
+
+MATERIALIZED = """
+CREATE TABLE counted (id int PRIMARY KEY, n int);
+INSERT INTO counted SELECT i, i % 7 FROM generate_series(1, 2000) AS i;
+CREATE MATERIALIZED VIEW totals AS SELECT n, count(*) AS many FROM counted GROUP BY n;
+CREATE UNIQUE INDEX totals_n ON totals (n);
+CREATE MATERIALIZED VIEW a_total AS SELECT sum(many) AS total FROM totals;
+CREATE MATERIALIZED VIEW unfilled AS SELECT n FROM totals WITH NO DATA;
+-- Made by post-data, after the key it rests on.
+CREATE MATERIALIZED VIEW by_key AS SELECT id, n FROM counted GROUP BY id;
+CREATE INDEX by_key_n ON by_key (n);
+"""
+VIEWS = """
+SELECT (SELECT array_agg((n, many)::text ORDER BY n) FROM totals), (SELECT total FROM a_total),
+    (SELECT count(*) FROM by_key),
+    (SELECT array_agg(indexname::text ORDER BY indexname) FROM pg_indexes
+     WHERE schemaname = 'public'),
+    (SELECT array_agg(relname::text ORDER BY relname) FROM pg_class
+     WHERE relkind = 'm' AND relispopulated)"""
+
+
+@pytest.mark.parametrize(
+    "commands",
+    [
+        [step.SCHEMA, step.DATA],
+        [step.SCHEMA, {Step.TABLE_DATA}],
+        [{Step.DUMP, Step.PRE_DATA}, step.DATA, {Step.POST_DATA}],
+        [step.SCHEMA, ALL],
+    ],
+    ids=["data last", "rows last", "post-data last", "gone on with"],
+)
+def test_materialized_views_are_filled_when_the_last_of_rows_and_schema_is_there(
+    source_db: str,
+    target_db: str,
+    engine: Engine,
+    reporter: Reporter,
+    tmp_path: Path,
+    commands: list[Collection[Step]],
+) -> None:
+    execute(source_db, MATERIALIZED)
+    settings = CloneSettings(Dsn.parse(source_db), Dsn.parse(target_db), tmp_path / "work")
+    with hold(tmp_path / "work", settings.source):
+        for at, steps in enumerate(commands):
+            populated = rows(
+                target_db, "SELECT FROM pg_class WHERE relkind = 'm' AND relispopulated"
+            )
+            assert populated == [], commands[:at]
+            clone(replace(settings, steps=frozenset(steps), resume=steps == ALL), engine, reporter)
+        assert rows(target_db, VIEWS) == rows(source_db, VIEWS)
+        clone(replace(settings, resume=True), engine, reporter)
+    assert rows(target_db, VIEWS) == rows(source_db, VIEWS)
+
+
+def test_materialized_view_is_not_filled_from_a_table_that_a_crash_has_emptied(
+    source_db: str,
+    target_db: str,
+    target_cluster: Cluster,
+    engine: Engine,
+    reporter: Reporter,
+    tmp_path: Path,
+) -> None:
+    execute(source_db, UNLOGGED, "CREATE MATERIALIZED VIEW seen AS SELECT id, t FROM quick")
+    settings = CloneSettings(Dsn.parse(source_db), Dsn.parse(target_db), tmp_path / "work")
+    crashing = CrashingTarget(target_cluster, "materialized views")
+    with hold(tmp_path / "work", settings.source):
+        with pytest.raises(ServerError, match="lost unlogged tables"):
+            clone(settings, engine, crashing)
+        clone(replace(settings, resume=True), engine, reporter)
+    assert rows(target_db, "SELECT count(*) FROM seen") == [(1000,)]
 
 
 def test_restart_never_empties_a_target_that_is_not_its_own(

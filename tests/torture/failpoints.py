@@ -58,6 +58,8 @@ AFTER = (
     "foreign-key.done",
     "post-data.begin",
     "post-data.done",
+    "refresh.begin",
+    "refresh.done",
     "properties.begin",
     "properties.done",
     "summary.written",

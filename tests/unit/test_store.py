@@ -175,6 +175,19 @@ def test_run_of_another_user_can_be_read(store: Store, tmp_path: Path) -> None:
         (tmp_path / "schema").chmod(0o755)
 
 
+def test_directories_that_are_made_are_for_nobody_else(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        with open_lock(tmp_path / "work"):
+            Store(tmp_path / "work" / "schema" / "source.db").close()
+        # One that was there is left as it is.
+        Store(tmp_path / "source.db").close()
+    finally:
+        os.umask(before)
+    made = [tmp_path / "work", tmp_path / "work" / "schema"]
+    assert [oct(path.stat().st_mode & 0o777) for path in made] == ["0o700", "0o700"]
+
+
 def test_directory_without_a_run_is_refused_and_left_alone(tmp_path: Path) -> None:
     with pytest.raises(WorkDirError, match="there is no run"):
         read_standing(tmp_path)

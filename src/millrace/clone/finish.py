@@ -48,8 +48,10 @@ class TableFinisher:
         self.errors: list[MillraceError] = []
         settings = job.settings
         memory = {"maintenance_work_mem": settings.maintenance_work_mem}
+        # As pg_restore does: an index without a tablespace is in the database's.
+        places = {} if settings.schema.no_tablespaces else {"default_tablespace": ""}
         self._index_pool = SessionPool(
-            settings.target, job.role("index"), settings.index_jobs, **memory
+            settings.target, job.role("index"), settings.index_jobs, **memory, **places
         )
         self._vacuum_pool = SessionPool(
             settings.target, job.role("vacuum"), settings.table_jobs, **memory

@@ -18,16 +18,6 @@ from millrace.relation import Index, Table
 Connection = psycopg.Connection[tuple[Any, ...]]
 
 
-def index_statement(index: Index, *, tablespaces: bool = True) -> str:
-    """CREATE INDEX as the source has it, in its tablespace."""
-    if not (tablespaces and index.tablespace):
-        return index.definition
-    clause = f" TABLESPACE {ident(index.tablespace)}"
-    # pg_get_indexdef prints WHERE last; TABLESPACE stands before it.
-    head, where, predicate = index.definition.rpartition(" WHERE (")
-    return f"{head}{clause}{where}{predicate}" if where else index.definition + clause
-
-
 def constraint_statement(index: Index, table: Table) -> str:
     """The constraint on its built index, or whole if it can't be made from one."""
     assert index.constraint_name is not None
@@ -47,17 +37,15 @@ def constraint_statement(index: Index, table: Table) -> str:
 def build_index(
     connection: Connection, index: Index, table: Table, *, tablespaces: bool = True
 ) -> None:
-    """Build one index, or the whole of a constraint that brings its own."""
+    """Build one index, or the whole of a constraint that brings its own, in its tablespace."""
+    statement = constraint_statement(index, table) if index.built_whole else index.definition
     with translated(f"creating index {index.schema}.{index.name}"):
         state = _state(connection, index)
         if state == "invalid":
             connection.execute(f"DROP INDEX {qualified(index.schema, index.name)}")
         if state != "valid":
             failpoint.hit("index.begin")
-            if index.built_whole:
-                connection.execute(constraint_statement(index, table))
-            else:
-                connection.execute(index_statement(index, tablespaces=tablespaces))
+            _execute_in(connection, index.tablespace if tablespaces else None, statement)
             failpoint.hit("index.done")
 
 
@@ -74,6 +62,16 @@ def finish_index(connection: Connection, index: Index, table: Table) -> None:
             failpoint.hit("constraint.done")
         for statement in index.after:
             connection.execute(statement)
+
+
+def _execute_in(connection: Connection, tablespace: str | None, statement: str) -> None:
+    """Definitions do not say where an index is; the session's default says it for one statement."""
+    if tablespace is None:
+        connection.execute(statement)
+        return
+    with connection.transaction():
+        connection.execute("SELECT set_config('default_tablespace', %s, true)", (tablespace,))
+        connection.execute(statement)
 
 
 def _state(connection: Connection, index: Index) -> str:

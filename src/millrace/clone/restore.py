@@ -1,14 +1,15 @@
 """The schema's steps on the target: dump, restore before and after the data, foreign keys.
 
 Invariant: the entries of the archive are restored in transactions that record themselves; a
-transaction found recorded is not run again.
+transaction found recorded is not run again. Materialized views are filled in one that finds all
+rows recorded.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from millrace import failpoint
 from millrace.clone.constraint import add_foreign_key, run_disjoint
@@ -20,7 +21,7 @@ from millrace.clone.plan import Plan
 from millrace.clone.requirements import pin_versions
 from millrace.clone.schema import RestoreLists, chunks, plan_restore
 from millrace.clone.session_pool import SessionPool
-from millrace.clone.target import read_schema_names
+from millrace.clone.target import read_schema_names, set_schema_owners
 from millrace.postgres import record
 from millrace.postgres.connect import connect, translated
 from millrace.postgres.depend import read_entry_depends
@@ -68,6 +69,19 @@ def note_existing_schemas(job: Job, catalog: SourceCatalog) -> None:
     job.store.write_existing_schemas(o for o, name in catalog.schemas.items() if name in names)
 
 
+def own_schemas(job: Job, lists: RestoreLists, catalog: SourceCatalog) -> None:
+    """Set the owners of the schemas that the target had before."""
+    existing = {entry.object_oid for entry in lists.existing}
+    owners = {
+        catalog.schemas[oid]: owner
+        for oid, owner in catalog.schema_owners.items()
+        if oid in existing
+    }
+    if owners and not job.settings.schema.no_owner:
+        with connect(job.settings.target, job.role("schema")) as target:
+            set_schema_owners(target, owners)
+
+
 def restore(
     job: Job,
     archive: Archive,
@@ -75,15 +89,17 @@ def restore(
     name: str,
     *,
     extensions: Sequence[Extension] = (),
+    check: str = "",
 ) -> None:
-    """Restore entries, a transaction for some hundred of them; `extensions` may be among them."""
+    """Restore entries, a transaction for some hundred of them; `extensions` may be among them.
+
+    `check` is SQL that fails in such a transaction if it must not happen.
+    """
     names = {extension.oid: extension.name for extension in extensions}
     options = job.settings.schema.restore_options()
     if job.settings.drop_if_exists or job.settings.restart:
         options += ["--clean", "--if-exists"]
-    pieces = chunks(entries)
-    for number, piece in enumerate(pieces, start=1):
-        step = f"{name} {number}/{len(pieces)}"
+    for number, (step, piece) in enumerate(_pieces(entries, name), start=1):
         if step in job.done:
             continue
         fence, done = record.fenced_step_sql(job.run_id, job.epoch, step)
@@ -99,16 +115,37 @@ def restore(
             pin_versions(script, created, job.settings.requirements),
             f"restoring {name}",
             role=job.role("schema"),
-            before=fence,
+            before=fence + check,
             after=done,
         )
         job.done.add(step)
         failpoint.hit(f"{name}.done")
 
 
-def restored(job: Job, name: str) -> bool:
-    """Whether any of these entries are on the target."""
-    return any(step.startswith(f"{name} ") for step in job.done)
+def can_refresh(
+    job: Job, lists: RestoreLists, plan: Plan, recorded: Collection[record.PartKey]
+) -> bool:
+    """Whether materialized views can be filled: every row has its place, and the schema is whole,
+    a part of which they may rest on."""
+    planned = {(part.table_oid, part.number) for part in plan.every_part}
+    return planned <= set(recorded) and all(
+        step in job.done for step, _ in _pieces(lists.after, "post-data")
+    )
+
+
+def refresh(job: Job, archive: Archive, lists: RestoreLists, plan: Plan) -> None:
+    """Fill the materialized views: once in a run, and not while a crash of the target has emptied
+    tables that they are made of."""
+    unlogged = {table.oid for table in plan.catalog.tables if table.is_unlogged}
+    parts = sum(len(plan.parts[oid]) for oid in unlogged)
+    check = record.unlogged_parts_sql(job.run_id, unlogged, parts) if unlogged else ""
+    restore(job, archive, lists.refresh, "refresh", check=check)
+
+
+def _pieces(entries: list[Entry], name: str) -> list[tuple[str, list[Entry]]]:
+    """The transactions, each with the step that it is recorded as."""
+    pieces = chunks(entries)
+    return [(f"{name} {at}/{len(pieces)}", piece) for at, piece in enumerate(pieces, start=1)]
 
 
 def empty_shared_tables(job: Job, plan: Plan) -> None:

@@ -33,14 +33,18 @@ from millrace.clone.plan import Plan, plan_clone
 from millrace.clone.progress import Reporter
 from millrace.clone.restore import (
     add_foreign_keys,
+    can_refresh,
     create_extensions,
     empty_shared_tables,
     note_existing_schemas,
     open_archive,
+    own_schemas,
     plan_lists,
+    refresh,
     restore,
 )
 from millrace.clone.roles import copy_roles
+from millrace.clone.schema import RestoreLists
 from millrace.clone.sequence import set_sequences
 from millrace.clone.settings import CloneSettings
 from millrace.clone.source import read_source, sample_tables
@@ -64,6 +68,7 @@ from millrace.postgres.connect import (
     server_encoding,
     translated,
 )
+from millrace.postgres.dump import Archive
 from millrace.relation import SourceCatalog
 from millrace.snapshot.export import HeldSnapshot, open_snapshot
 from millrace.snapshot.holder import read_held
@@ -83,6 +88,8 @@ WAYS_OUT = (
 # What goes through Spark, and what it is needed for.
 MOVING = frozenset({Step.TABLE_DATA, Step.LARGE_OBJECTS})
 FINISHING = frozenset({Step.INDEXES, Step.CONSTRAINTS, Step.VACUUM})
+# After any of these, the last that materialized views need may be there.
+FILLING = frozenset({Step.TABLE_DATA, Step.POST_DATA})
 
 
 @dataclass
@@ -332,6 +339,7 @@ class _Run:
                 create_extensions(job, catalog)
         if Step.PRE_DATA in steps:
             with job.step("restore the schema"):
+                own_schemas(job, lists, catalog)
                 restore(job, archive, lists.before, "pre-data", extensions=catalog.extensions)
         copied = {}
         waited = 0.0
@@ -354,6 +362,8 @@ class _Run:
         if Step.POST_DATA in steps:
             with job.step("triggers, rules, views, everything else"):
                 restore(job, archive, lists.after, "post-data")
+        if steps & FILLING and lists.refresh:
+            self._refresh(archive, lists, plan)
         if Step.PROPERTIES in steps:
             self._set_properties()
         summary = Summary.build(
@@ -443,6 +453,13 @@ class _Run:
             set_sequences(target, self.catalog.sequences)
             record.note_sequences(target, self.job.run_id)
         failpoint.hit("sequences.done")
+
+    def _refresh(self, archive: Archive, lists: RestoreLists, plan: Plan) -> None:
+        if can_refresh(self.job, lists, plan, self.ledger.parts()):
+            with self.job.step("materialized views"):
+                refresh(self.job, archive, lists, plan)
+        else:
+            log.info("materialized views are filled when all rows and post-data are there")
 
     def _set_properties(self) -> None:
         settings = self.settings

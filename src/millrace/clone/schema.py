@@ -1,12 +1,14 @@
 """The schema's way to the target: which entry of the dump is restored when.
 
 Invariant: each entry of the archive is restored exactly once: before the data,
-by our own index and foreign key builders, or after the data.
+by our own index and foreign key builders, or after the data. Of a schema that the
+target has already, the owner is restored.
 
 Before: pre-data, and extended statistics so that ANALYZE fills them. Built by us:
 indexes and key constraints of tables with rows, and foreign keys. Between indexes
 and foreign keys ("attach"): what makes indexes of partitioned tables whole, since
-foreign keys may rest on them. After: all the rest.
+foreign keys may rest on them. After: all the rest. At the very end ("refresh"): the
+rows of materialized views, which are made of everything else.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ PG_NAMESPACE_OID = 2615
 # into a server with default settings (6,400 slots).
 ENTRIES_IN_ONE_TRANSACTION = 500
 # pg_restore itself goes over a list three times: for these only after everything else.
-_PASSES = {"ACL": 1, "DEFAULT ACL": 1, "MATERIALIZED VIEW DATA": 2, "EVENT TRIGGER": 2}
+_PASSES = {"ACL": 1, "DEFAULT ACL": 1, "EVENT TRIGGER": 2}
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,10 @@ class RestoreLists:
     before: list[Entry]
     attach: list[Entry]
     after: list[Entry]
+    refresh: list[Entry]
     built_by_us: list[Entry]
+    # Schemas that are there.
+    existing: list[Entry]
 
 
 @dataclass(frozen=True)
@@ -81,13 +86,14 @@ def plan_restore(
     ours = {(PG_CLASS_OID, index.oid) for index in catalog.indexes}
     ours |= {(PG_CONSTRAINT_OID, i.constraint_oid) for i in catalog.indexes if i.constraint_oid}
     ours |= {(PG_CONSTRAINT_OID, key.oid) for key in catalog.foreign_keys}
-    before = [
-        entry
-        for entry in pre_data
-        if not _left_out(entry, settings)
-        and not (entry.catalog_oid == PG_NAMESPACE_OID and entry.object_oid in existing_schema_oids)
-    ]
-    lists = RestoreLists(before, [], [], [])
+    lists = RestoreLists([], [], [], [], [], [])
+    for entry in pre_data:
+        if _left_out(entry, settings):
+            continue
+        if entry.catalog_oid == PG_NAMESPACE_OID and entry.object_oid in existing_schema_oids:
+            lists.existing.append(entry)
+        else:
+            lists.before.append(entry)
     for entry in post_data:
         if _left_out(entry, settings):
             continue
@@ -97,8 +103,13 @@ def plan_restore(
             lists.built_by_us.append(entry)
         elif entry.description == "STATISTICS":
             lists.before.append(entry)
-        elif entry.description in ("INDEX", "CONSTRAINT", "INDEX ATTACH"):
+        elif entry.description in ("INDEX", "CONSTRAINT", "INDEX ATTACH") and (
+            # A materialized view that rests on a key is itself among the rest.
+            entry.object_oid not in catalog.view_indexes
+        ):
             lists.attach.append(entry)
+        elif entry.description == "MATERIALIZED VIEW DATA":
+            lists.refresh.append(entry)
         else:
             lists.after.append(entry)
     return lists

@@ -24,7 +24,8 @@ class Step(StrEnum):
     # Constraints on built indexes, indexes of partitioned tables, foreign keys.
     CONSTRAINTS = "constraints"
     VACUUM = "vacuum"
-    # Triggers, rules, policies, materialized views: what is left of the schema.
+    # Triggers, rules, policies: what is left of the schema. Materialized views are refreshed with
+    # it, or with the rows, whichever comes last.
     POST_DATA = "post-data"
     PROPERTIES = "database-properties"
 

@@ -6,12 +6,14 @@ Invariant: only what the source has too is dropped or changed.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import psycopg
 
 from millrace.clone.settings import CloneSettings
 from millrace.config.dsn import Dsn
+from millrace.errors import ServerError
 from millrace.postgres import catalog
 from millrace.postgres.connect import connect, translated
 from millrace.postgres.quote import ident, literal, qualified
@@ -28,6 +30,35 @@ def read_schema_names(target: Connection) -> set[str]:
     """Schemas that are there already."""
     with translated("reading the target's schemas"):
         return {row[0] for row in target.execute("SELECT nspname FROM pg_namespace")}
+
+
+def set_schema_owners(target: Connection, owners: Mapping[str, str]) -> None:
+    """Give schemas that were there to the owners, by name, that they have on the source."""
+    with translated("reading the target's schemas"):
+        found = target.execute("SELECT nspname, pg_get_userbyid(nspowner) FROM pg_namespace")
+        now = {schema: owner for schema, owner in found}
+        roles = {row[0] for row in target.execute("SELECT rolname FROM pg_roles")}
+    for schema, owner in owners.items():
+        if now.get(schema) in (None, owner):
+            continue
+        reason = "it is not on the target"
+        if owner in roles:
+            try:
+                with translated(f"setting the owner of schema {schema}"):
+                    target.execute(f"ALTER SCHEMA {ident(schema)} OWNER TO {ident(owner)}")
+                continue
+            except ServerError as error:
+                # A schema made by somebody with more rights: its owner is no reason to stop.
+                if error.facts.get("sqlstate") != "42501":
+                    raise
+                reason = error.message
+        log.warning(
+            "schema %s stays with %s, on the source it is %s's: %s",
+            schema,
+            now[schema],
+            owner,
+            reason,
+        )
 
 
 def drop_existing(target: Connection, source: Dsn) -> None:

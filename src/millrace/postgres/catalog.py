@@ -4,8 +4,9 @@ Invariant: every query reads the whole kind at once, so that the cost does not
 grow with round trips; 5,000 tables are read in seconds.
 
 Facts: PostgreSQL documentation, "System Catalogs"; what pg_dump leaves to the
-INDEX and CONSTRAINT entries (clustering, replica identity, statistics targets)
-is read here, because those entries are built by us.
+INDEX and CONSTRAINT entries (clustering, replica identity, statistics targets,
+tablespaces, extensions that are depended on) is read here, because those entries are
+built by us.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ Connection = psycopg.Connection[tuple[Any, ...]]
 
 # OIDs below this are assigned by initdb from the catalog sources: the same on every server.
 FIRST_UNPINNED_OID = 10000
+FIRST_SUPERUSER_OID = 10
+DATABASE_OWNER_OID = 6171
 
 # Built-in types whose binary form does not mean the same on another server (they hold OIDs of
 # user objects), or is not exactly what the text form is.
@@ -55,6 +58,12 @@ _TEXT_ONLY = frozenset(
     ]
 )
 
+# Of a column `a`: no row has a NULL there. Since 18, a NOT NULL that is NOT VALID marks its column
+# like any other, and the rows of before may still break it.
+NEVER_NULL = (
+    "(a.attnotnull AND NOT EXISTS (SELECT FROM pg_constraint v WHERE v.conrelid = a.attrelid"
+    " AND v.contype = 'n' AND NOT v.convalidated AND v.conkey = ARRAY[a.attnum]))"
+)
 _NOT_OF_EXTENSION = (
     "NOT EXISTS (SELECT FROM pg_depend e WHERE e.classid = '{catalog}'::regclass"
     " AND e.objid = {oid} AND e.deptype = 'e')"
@@ -186,7 +195,7 @@ def _read_split_keys(connection: Connection) -> dict[int, SplitKey]:
     """The best integer key of each table: a primary key before a unique one, then by name."""
     rows = connection.execute(
         f"""
-        SELECT DISTINCT ON (i.indrelid) i.indrelid::int8, a.attname, NOT a.attnotnull
+        SELECT DISTINCT ON (i.indrelid) i.indrelid::int8, a.attname, NOT {NEVER_NULL}
           FROM pg_index i
           JOIN pg_class c ON c.oid = i.indrelid
           JOIN pg_class x ON x.oid = i.indexrelid
@@ -196,7 +205,7 @@ def _read_split_keys(connection: Connection) -> dict[int, SplitKey]:
            AND i.indisunique AND i.indisvalid AND i.indisready AND i.indimmediate
            AND i.indnkeyatts = 1 AND i.indpred IS NULL AND i.indexprs IS NULL
            AND a.atttypid IN ('int2'::regtype, 'int4'::regtype, 'int8'::regtype)
-         ORDER BY i.indrelid, i.indisprimary DESC, NOT a.attnotnull, x.relname"""
+         ORDER BY i.indrelid, i.indisprimary DESC, NOT {NEVER_NULL}, x.relname"""
     )
     return {oid: SplitKey(column, nullable) for oid, column, nullable in rows}
 
@@ -213,7 +222,12 @@ def read_indexes(connection: Connection) -> list[Index]:
                pg_relation_size(x.oid),
                (SELECT array_agg(a.attnum || ' ' || a.attstattarget ORDER BY a.attnum)
                   FROM pg_attribute a
-                 WHERE a.attrelid = x.oid AND a.attstattarget >= 0)
+                 WHERE a.attrelid = x.oid AND a.attstattarget >= 0),
+               CASE WHEN {period} THEN x.reloptions END,
+               (SELECT array_agg(e.extname::text ORDER BY e.extname)
+                  FROM pg_depend d JOIN pg_extension e ON e.oid = d.refobjid
+                 WHERE d.classid = 'pg_class'::regclass AND d.objid = x.oid
+                   AND d.refclassid = 'pg_extension'::regclass AND d.deptype = 'x')
           FROM pg_index i
           JOIN pg_class x ON x.oid = i.indexrelid
           JOIN pg_class c ON c.oid = i.indrelid
@@ -248,13 +262,20 @@ def _index(
     period: bool | None,
     size: int,
     statistics: list[str] | None,
+    # Those that no definition prints: of a constraint that is built whole.
+    options: list[str] | None,
+    extensions: list[str] | None,
 ) -> Index:
+    alter = f"ALTER INDEX {qualified(schema, name)}"
     after = []
     for target in statistics or ():
         number, value = target.split()
-        after.append(
-            f"ALTER INDEX {qualified(schema, name)} ALTER COLUMN {number} SET STATISTICS {value}"
-        )
+        after.append(f"{alter} ALTER COLUMN {number} SET STATISTICS {value}")
+    for option in options or ():
+        key, _, value = option.partition("=")
+        after.append(f"{alter} SET ({ident(key)} = {literal(value)})")
+    for extension in extensions or ():
+        after.append(f"{alter} DEPENDS ON EXTENSION {ident(extension)}")
     if is_clustered:
         after.append(f"ALTER TABLE ONLY {qualified(schema, table)} CLUSTER ON {ident(name)}")
     if is_replica_identity:
@@ -345,6 +366,15 @@ def read_relations_of_kind(connection: Connection, kind: str) -> list[tuple[int,
     ).fetchall()
 
 
+def read_view_indexes(connection: Connection) -> frozenset[int]:
+    """OIDs of the indexes of materialized views."""
+    rows = connection.execute(
+        "SELECT i.indexrelid::int8 FROM pg_index i JOIN pg_class c ON c.oid = i.indrelid"
+        " WHERE c.relkind = 'm'"
+    )
+    return frozenset(row[0] for row in rows)
+
+
 def read_large_object_ranges(
     connection: Connection, *, bytes_per_range: int, objects_per_range: int
 ) -> tuple[list[LargeObjectRange], int]:
@@ -433,6 +463,20 @@ def read_schemas(connection: Connection) -> dict[int, str]:
         f"SELECT n.oid::int8, n.nspname FROM pg_namespace n WHERE {USER_SCHEMA}"
     )
     return {oid: name for oid, name in rows}
+
+
+def read_schema_owners(connection: Connection) -> dict[int, str]:
+    """The owners of user schemas by the schema's OID, but for a `public` that is as initdb made it:
+    before 15 it is the first superuser's, since then the database owner's."""
+    before_15 = connection.info.server_version < 150000
+    rows = connection.execute(
+        f"""
+        SELECT n.oid::int8, pg_get_userbyid(n.nspowner)
+          FROM pg_namespace n
+         WHERE {USER_SCHEMA} AND NOT (n.nspname = 'public' AND n.nspowner = %s)""",
+        (FIRST_SUPERUSER_OID if before_15 else DATABASE_OWNER_OID,),
+    )
+    return {oid: owner for oid, owner in rows}
 
 
 def sample_keys(connection: Connection, table: Table, percent: float) -> list[tuple[int, int]]:

@@ -43,7 +43,8 @@ class Described:
     name: str
     parent: Key | None
     properties: Mapping[str, Value]
-    # OID of its catalog and its own: means something on its own server only. A column has none.
+    # OID of its catalog and its own: means something on its own server only. Columns have none,
+    # nor have subscriptions.
     identity: tuple[int, int] = (0, 0)
 
 
@@ -66,7 +67,7 @@ class ComparedRelation:
     kind: str
     # Name and type of every column that is stored, generated ones too.
     columns: tuple[tuple[str, str], ...]
-    # A primary key, or unique and not null; () if rows can't be told apart by one.
+    # A primary key, or unique and never null; () if rows can't be told apart by one.
     key: tuple[str, ...]
     of_extension: bool = False
 
@@ -218,6 +219,7 @@ def _queries(version: int) -> list[str]:
         _types(version),
         _EXTENSIONS,
         _DEFAULT_PRIVILEGES,
+        _SUBSCRIPTIONS,
         _OTHERS,
     ]
 
@@ -524,6 +526,15 @@ SELECT {_key("pg_default_acl", "d.oid")}, 'default privileges',
        {_grants("d.defaclacl", "d.defaclrole", None)}
   FROM pg_default_acl d LEFT JOIN pg_namespace n ON n.oid = d.defaclnamespace"""
 
+# What everyone may read of them: not the connection string, and on 13 not the OID. A restored one
+# is disabled, so whether it is enabled says nothing.
+_SUBSCRIPTIONS = """
+SELECT 0, 0, 'subscription', ARRAY[s.subname]::text[], '', NULL, NULL::text[],
+       (SELECT array_agg(p ORDER BY p COLLATE "C") FROM unnest(s.subpublications) p)
+       AS publications, s.subslotname::text AS slot, pg_get_userbyid(s.subowner) AS owner
+  FROM pg_subscription s JOIN pg_database d ON d.oid = s.subdbid
+ WHERE d.datname = current_database()"""
+
 # Whatever else a schema holds: that it is there, and the little that says what it does.
 _OTHERS = f"""
 SELECT o.class::oid::int8, o.oid::int8, i.type, ARRAY[]::text[], i.identity,
@@ -603,5 +614,5 @@ SELECT DISTINCT ON (i.indrelid) i.indrelid::int8,
    AND i.indisunique AND i.indisvalid AND i.indpred IS NULL AND i.indexprs IS NULL
    AND NOT EXISTS (SELECT FROM unnest(i.indkey::int2[]) WITH ORDINALITY k (number, place)
                      JOIN pg_attribute a ON a.attrelid = i.indrelid AND a.attnum = k.number
-                    WHERE k.place <= i.indnkeyatts AND NOT a.attnotnull)
+                    WHERE k.place <= i.indnkeyatts AND NOT {catalog.NEVER_NULL})
  ORDER BY i.indrelid, i.indisprimary DESC, i.indnkeyatts, x.relname"""

@@ -1,7 +1,9 @@
 """pg_dump, pg_restore and pg_dumpall, run for their DDL.
 
-Invariant: a program's failure is our failure, with its first error line; no
-password is ever an argument or in a file.
+Invariant: a program's failure is our failure, with its first error line, and what
+pg_dump warns of is a warning of ours; no password of a connection is ever an argument
+or in a file. Passwords that the schema itself holds, those of user mappings and
+subscriptions, are in files that their owner alone can read.
 
 An entry of an archive is known by its catalog and object OID, never by its name.
 
@@ -47,6 +49,7 @@ _DESCRIPTIONS = (
     "SEQUENCE OWNED BY",
 )
 _WITHOUT_OID = ("INDEX ATTACH", "TABLE ATTACH", "TABLE DATA")
+PRIVATE = 0o600
 # What strerror says for ENOSPC; LC_MESSAGES is C.
 _NO_ROOM = "No space left on device"
 _ENTRY = re.compile(r"(\d+); (\d+) (\d+) (.*)")
@@ -105,6 +108,7 @@ class Archive:
         listing = self.path.with_name(f"{name}.list")
         lines = "".join(f"{entry.line}\n" for entry in entries)
         try:
+            listing.touch(PRIVATE)
             listing.write_text(lines, encoding="utf-8", errors="surrogateescape")
         except OSError as error:
             raise _disk_error(str(error.strerror)) from error
@@ -140,7 +144,7 @@ def dump_schema(
     ]
     if snapshot is not None:
         command.append(f"--snapshot={snapshot}")
-    _run(command, "dumping the schema of the source", source, role)
+    _warn(_run(command, "dumping the schema of the source", source, role))
     failpoint.hit("schema.drafted")
     draft.replace(path)
     return Archive(path, tools)
@@ -155,7 +159,9 @@ def dump_roles(tools: Installation, source: Dsn, *, passwords: bool) -> str:
     ]
     if not passwords:
         command.append("--no-role-passwords")
-    return _run(command, "reading the roles of the source", source).stdout
+    process = _run(command, "reading the roles of the source", source)
+    _warn(process)
+    return process.stdout
 
 
 def _run(
@@ -173,6 +179,7 @@ def _run(
         encoding="utf-8",
         errors="surrogateescape",
         env=environment,
+        umask=0o077,
     )
     if process.returncode and _NO_ROOM in process.stderr:
         raise _disk_error(_first_error(process.stderr))
@@ -183,6 +190,13 @@ def _run(
             exit_status=process.returncode,
         )
     return process
+
+
+def _warn(process: subprocess.CompletedProcess[str]) -> None:
+    """Pass on what a program wrote although it succeeded: something was left out."""
+    for line in dict.fromkeys(process.stderr.splitlines()):
+        if line.strip():
+            log.warning("%s", redact(line))
 
 
 def _disk_error(reason: str) -> WorkDirError:

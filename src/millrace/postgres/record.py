@@ -7,6 +7,7 @@ has nothing left to do.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -137,6 +138,18 @@ def fenced_step_sql(run_id: str, epoch: int, step: str) -> tuple[str, str]:
         f" VALUES ({literal(run_id)}, {literal(step)}) ON CONFLICT DO NOTHING;\n"
     )
     return fence, done
+
+
+def unlogged_parts_sql(run_id: str, table_oids: Collection[int], parts: int) -> str:
+    """Fails, within the transaction of a step, unless so many parts of these unlogged tables have
+    their records: a crash has emptied both."""
+    oids = ", ".join(map(str, sorted(table_oids)))
+    return (
+        "DO $millrace$ BEGIN IF (SELECT count(*) FROM millrace.copied_unlogged_part"
+        f" WHERE run_id = {literal(run_id)} AND table_oid IN ({oids})) < {parts} THEN"
+        " RAISE 'the target crashed and lost unlogged tables: go on with --resume'; END IF;"
+        " END $millrace$;\n"
+    )
 
 
 def drop_records(connection: Connection) -> None:

@@ -32,6 +32,7 @@ from millrace.postgres.connect import APPLICATION, error_for
 from millrace.postgres.libpq import result_error
 from millrace.postgres.quote import ident
 from millrace.snapshot.export import open_snapshot
+from millrace.workdir.lock import PRIVATE
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +96,7 @@ def hold(
 
     `before_slot` makes what must be there before the slot: the publications.
     """
-    directory.mkdir(parents=True, exist_ok=True)
+    directory.mkdir(PRIVATE, parents=True, exist_ok=True)
     with (directory / FILE).open("a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -23,7 +23,7 @@ from typing import Any, Final
 
 import psycopg
 
-from millrace.postgres.catalog import FIRST_UNPINNED_OID
+from millrace.postgres.catalog import FIRST_UNPINNED_OID, NEVER_NULL
 from millrace.postgres.connect import server_encoding, translated
 from millrace.postgres.pgoutput import Partition, RelationVersion
 
@@ -37,7 +37,7 @@ _NO_WAIT: Final = "50ms"
 _WAIT: Final = "10s"
 
 # As for a clone, hashes of built-in types depend on the bytes alone.
-_PARTITIONS = """
+_PARTITIONS = f"""
 SELECT c.oid::int8, n.nspname, c.relname, root.oid::int8, rn.nspname, root.relname,
        (SELECT coalesce(json_agg(key.names), '[]') FROM (
           SELECT (SELECT json_agg(a.attname) FROM pg_attribute a
@@ -46,7 +46,7 @@ SELECT c.oid::int8, n.nspname, c.relname, root.oid::int8, rn.nspname, root.relna
            WHERE i.indrelid = root.oid AND i.indisunique AND i.indisvalid AND i.indimmediate
              AND i.indpred IS NULL AND i.indexprs IS NULL
              AND NOT EXISTS (SELECT FROM pg_attribute a WHERE a.attrelid = root.oid
-                                AND a.attnum = ANY(k.numbers) AND NOT a.attnotnull)
+                                AND a.attnum = ANY(k.numbers) AND NOT {NEVER_NULL})
            ORDER BY i.indexrelid) AS key),
        EXISTS (SELECT FROM pg_partition_ancestors(c.oid) above
                  JOIN pg_partitioned_table p ON p.partrelid = above.relid

@@ -20,6 +20,7 @@ from typing import Any, Final
 
 from millrace.errors import WorkDirError
 from millrace.lsn import parse_lsn, render_lsn
+from millrace.workdir.lock import PRIVATE
 
 FILE: Final = "stream.db"
 # How long a write may wait for another process.
@@ -95,7 +96,7 @@ class Sentinel:
     """The open row; any thread may call any method."""
 
     def __init__(self, directory: Path) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(PRIVATE, parents=True, exist_ok=True)
         self._path = directory / FILE
         self._lock = threading.Lock()
         self._database = sqlite3.connect(

@@ -11,6 +11,8 @@ from typing import Any
 
 import psycopg
 
+from millrace.postgres.catalog import NEVER_NULL
+
 Connection = psycopg.Connection[tuple[Any, ...]]
 
 
@@ -89,7 +91,7 @@ _COLUMNS = """
      WHERE a.attrelid = %s AND a.attnum > 0 AND NOT a.attisdropped
      ORDER BY a.attnum
 """
-_UNIQUE = """
+_UNIQUE = f"""
     SELECT i.indisprimary,
            i.indisunique AND i.indpred IS NULL AND i.indexprs IS NULL,
            array(SELECT a.attname::text FROM unnest(i.indkey[0:i.indnkeyatts - 1])
@@ -100,11 +102,7 @@ _UNIQUE = """
            AND NOT EXISTS (SELECT FROM unnest(i.indkey[0:i.indnkeyatts - 1]) AS k (number)
                              JOIN pg_attribute AS a ON a.attrelid = i.indrelid
                               AND a.attnum = k.number
-                            WHERE NOT a.attnotnull
-                               OR EXISTS (SELECT FROM pg_constraint AS n
-                                           WHERE n.conrelid = a.attrelid AND n.contype = 'n'
-                                             AND n.conkey = ARRAY[a.attnum]
-                                             AND NOT n.convalidated)),
+                            WHERE NOT {NEVER_NULL}),
            NOT EXISTS (SELECT FROM unnest(i.indkey[0:i.indnkeyatts - 1], i.indclass[0:],
                                           i.indcollation[0:]) AS k (number, class, locale)
                          JOIN pg_opclass AS c ON c.oid = k.class

@@ -16,6 +16,9 @@ from pathlib import Path
 
 from millrace.errors import WorkDirError
 
+# Of a folder that we make: the schema in it may hold passwords, of user mappings for one.
+PRIVATE = 0o700
+
 
 def read_holder(directory: Path) -> int | None:
     """The living process that the file names. The lock itself is not tried: for a moment, that
@@ -35,7 +38,7 @@ def read_holder(directory: Path) -> int | None:
 def open_lock(directory: Path) -> Iterator[None]:
     """Hold the directory, or say who does."""
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(PRIVATE, parents=True, exist_ok=True)
         file = (directory / "millrace.pid").open("a+")
     except OSError as error:
         raise WorkDirError(

@@ -20,6 +20,7 @@ from urllib.parse import quote
 
 from millrace.errors import WorkDirError
 from millrace.relation import LargeObjectRange, Part, SourceCatalog
+from millrace.workdir.lock import PRIVATE
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS setup (
@@ -83,7 +84,7 @@ class Store:
             self._database = _connect_read_only(path)
             return
         with writing(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
+            path.parent.mkdir(PRIVATE, parents=True, exist_ok=True)
             self._open(path)
 
     def _open(self, path: Path) -> None:

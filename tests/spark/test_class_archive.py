@@ -1,21 +1,43 @@
-"""The archive of Spark's classes: made, used, and made anew when Spark was installed anew."""
+"""The archive of Spark's classes: made, used, and made anew when Spark was installed anew.
+
+Each Spark is in a process of its own: there can be only one in a process, and the other tests have
+theirs.
+"""
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from millrace.spark import java
-from millrace.spark.java import class_archive, class_archive_options, make_class_archive
+from millrace.spark.java import class_archive, class_archive_options
+
+START = """
+import sys
 from millrace.spark.session import Engine, default_master
+with Engine(default_master(1), {"spark.driver.extraJavaOptions": sys.argv[1]}) as engine:
+    engine.wait()
+"""
+# The JVM is killed before it can write.
+MAKE_IN_NO_TIME = """
+from millrace.spark import java
+java.DUMP_SECONDS = 0.0
+java.make_class_archive()
+"""
 
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path / "millrace"
+
+
+def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=400)
 
 
 @pytest.mark.slow
@@ -30,13 +52,14 @@ def test_spark_loads_its_classes_from_the_archive_that_was_made(
     elsewhere = cache / "spark-11111111-00000000-java-17.jsa"
     elsewhere.touch()
 
-    archive = make_class_archive()
+    made = run_python("-m", "millrace.spark.java")
 
+    archive = class_archive()
+    assert made.stdout.strip() == str(archive), made.stderr
     assert set(cache.iterdir()) == {archive, elsewhere}
     loaded = tmp_path / "classes.log"
-    conf = {"spark.driver.extraJavaOptions": f"-Xlog:class+load:file={loaded}"}
-    with Engine(default_master(1), conf) as engine:
-        engine.wait()
+    started = run_python("-c", START, f"-Xlog:class+load:file={loaded}")
+    assert started.returncode == 0, started.stderr
     lines = loaded.read_text().splitlines()
     archived = [line for line in lines if line.endswith("shared objects file (top)")]
     from_jars = [line for line in lines if "source: jar:" in line or "source: file:" in line]
@@ -59,10 +82,8 @@ def test_spark_installed_anew_needs_another_archive(
     assert not class_archive_options()
 
 
-def test_an_archive_that_java_did_not_write_is_an_error(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(java, "DUMP_SECONDS", 0.0)  # the JVM is killed before it can
-    with pytest.raises(OSError, match="has not written"):
-        make_class_archive()
+def test_an_archive_that_java_did_not_write_is_an_error(cache: Path) -> None:
+    failed = run_python("-c", MAKE_IN_NO_TIME)
+    assert failed.returncode != 0
+    assert "has not written" in failed.stderr
     assert class_archive_options() == []

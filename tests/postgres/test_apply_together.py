@@ -158,3 +158,19 @@ def test_an_update_that_is_in_a_rows_way_is_skipped_alone(
         (901, 1077, "theirs"),
     ]
     assert caplog.text.count("is skipped") == 2
+
+
+def test_a_table_that_one_that_is_not_followed_references_is_emptied(pair: StreamPair) -> None:
+    pair.begin(
+        "CREATE TABLE a (id int GENERATED ALWAYS AS IDENTITY PRIMARY KEY, v int)",
+        "CREATE TABLE b (id int PRIMARY KEY, a int REFERENCES a)",
+    )
+    left = Left(tables=frozenset({("public", "b")}))
+    pair.run(
+        "INSERT INTO a (v) VALUES (1), (2)",
+        "INSERT INTO b VALUES (1, 1)",
+        "TRUNCATE a CASCADE",
+        "INSERT INTO a (v) VALUES (3)",
+    )
+    pair.follow(left=left)
+    pair.assert_equal()

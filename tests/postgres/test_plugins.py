@@ -25,7 +25,9 @@ from millrace.postgres.pgoutput import (
     decode_relation,
     decode_truncate,
 )
+from millrace.stream.changes import iter_changes
 from millrace.stream.receive import receive
+from millrace.stream.spool_reader import SpoolReader
 from millrace.stream.spool_writer import SpoolWriter
 
 PLUGINS = ("pgoutput", "test_decoding", "wal2json")
@@ -51,6 +53,7 @@ ALTER TABLE parted ATTACH PARTITION parted_1 FOR VALUES FROM (0) TO (10);
 CREATE TABLE parted_2 PARTITION OF parted FOR VALUES FROM (10) TO (30) PARTITION BY HASH (id);
 CREATE TABLE parted_2a PARTITION OF parted_2 FOR VALUES WITH (MODULUS 2, REMAINDER 0);
 CREATE TABLE parted_2b PARTITION OF parted_2 FOR VALUES WITH (MODULUS 2, REMAINDER 1);
+CREATE TABLE covered (id int, v text, PRIMARY KEY (id) INCLUDE (v));
 CREATE TABLE fk (id serial PRIMARY KEY, t int REFERENCES t);
 CREATE MATERIALIZED VIEW mv AS SELECT id FROM t;
 CREATE UNIQUE INDEX ON mv (id);
@@ -153,6 +156,50 @@ def test_relations_are_those_of_pgoutput(source: Source, tmp_path: Path) -> None
     source.receive(tmp_path, binary=False)
     found = {_as_sent(relation) for relation in _relations(received_messages(tmp_path))}
     assert found == set(_relations(source.expected()))
+
+
+def test_columns_that_the_keys_index_only_includes_are_no_key(
+    source: Source, tmp_path: Path
+) -> None:
+    source.execute(
+        "INSERT INTO covered VALUES (1, 'a')", "UPDATE covered SET v = 'b'", "DELETE FROM covered"
+    )
+    source.receive(tmp_path, binary=False)
+    found, expected = received_messages(tmp_path), source.expected()
+    assert _rows(found) == _rows(expected)
+    relations = {_as_sent(relation) for relation in _relations(found)}
+    assert relations == set(_relations(expected))
+
+
+def test_tables_of_extensions_are_not_followed(source: Source, tmp_path: Path) -> None:
+    source.execute(
+        "CREATE TABLE own (id int PRIMARY KEY)",
+        "ALTER EXTENSION plpgsql ADD TABLE own",
+        "INSERT INTO own VALUES (1)",
+        "INSERT INTO nokey VALUES (1, 'x')",
+    )
+    source.receive(tmp_path, binary=False)
+    assert [r.name for r in _relations(received_messages(tmp_path))] == ["nokey"]
+
+
+def test_each_transaction_has_its_own_place_and_time(source: Source, tmp_path: Path) -> None:
+    source.execute(*CHANGES[:10])
+    source.receive(tmp_path, binary=False)
+    reader = SpoolReader(tmp_path)
+    found = reader.plan(0, 1 << 30, None)
+    assert found is not None
+    # The Commit of a transaction is in its own chunk, or in a later one.
+    for chunk_bytes in (1 << 20, 1):
+        changes = [
+            change
+            for batch in iter_changes(reader, found, "utf-8", chunk_bytes=chunk_bytes)
+            for change in batch.to_pylist()
+        ]
+        places = [(change["commit_lsn"], change["position"]) for change in changes]
+        assert sorted(set(places)) == places
+        assert len({change["commit_lsn"] for change in changes}) == 10
+        assert all(0 < c["commit_lsn"] < c["end_lsn"] for c in changes)
+        assert all(change["committed_at"].year >= 2025 for change in changes)
 
 
 def _relations(messages: list[bytes]) -> list[RelationVersion]:

@@ -17,14 +17,17 @@ import pytest
 from tests.fixtures.followed import ACCOUNTS, Followed, lsn_of, open_followed, writing
 from tests.fixtures.wait import wait_for
 
+from millrace.clone.compare_run import CompareSettings
 from millrace.clone.filter import FilterRules
 from millrace.config.dsn import Dsn
-from millrace.errors import ApplyError, WorkDirError
+from millrace.errors import ApplyError, ServerError, WorkDirError
 from millrace.lsn import render_lsn
 from millrace.snapshot.holder import hold
 from millrace.spark.session import Engine
+from millrace.stream import clone_follow
 from millrace.stream.apply_task import ApplyOutcome
 from millrace.stream.begin import open_slot_snapshot
+from millrace.stream.cutover import cutover
 from millrace.stream.metrics import serve_metrics
 from millrace.stream.position import drop_position, setup_position
 from millrace.stream.progress import Applied
@@ -179,6 +182,58 @@ def test_conflict_stops_and_going_on_after_it_ends_equal(followed: Followed) -> 
         connection.execute("INSERT INTO seat VALUES (3, 3)")
     followed.follow()
     followed.assert_equal()
+
+
+def test_cutover_switches_on_what_is_off_and_fills_views(followed: Followed) -> None:
+    """Of the views, one reads the other; one holds nothing, and one can't be filled."""
+    views = (
+        "CREATE MATERIALIZED VIEW zone AS SELECT count(*) AS seats FROM seat",
+        "CREATE VIEW between AS SELECT seats * 2 AS double FROM zone",
+        "CREATE MATERIALIZED VIEW area AS SELECT double + 1 AS more FROM between",
+        "CREATE MATERIALIZED VIEW later AS SELECT 1 AS one WITH NO DATA",
+        "CREATE MATERIALIZED VIEW odd AS SELECT 1 / (count(*) - 101) FROM seat",
+    )
+    for uri in (followed.source, followed.target):
+        with psycopg.connect(uri, autocommit=True) as connection:
+            for view in views:
+                connection.execute(view.encode())
+    with psycopg.connect(followed.source, autocommit=True) as connection:
+        connection.execute("INSERT INTO seat SELECT i, i FROM generate_series(21, 101) i")
+    with Sentinel(followed.directory) as sentinel:
+        sentinel.set_apply(False)
+        sentinel.set_prefetch(False)
+    compare = CompareSettings(Dsn.parse(followed.source), Dsn.parse(followed.target))
+    result = cutover(followed.settings(), compare, followed.engine, followed.reporter)
+    assert (result.is_equal, result.views) == (True, 2)
+    with psycopg.connect(followed.target) as connection:
+        assert connection.execute("SELECT more FROM area").fetchone() == (203,)
+        row = connection.execute("SELECT relispopulated FROM pg_class WHERE relname = 'later'")
+        assert row.fetchone() == (False,)
+
+
+def test_a_receiver_that_fails_during_a_clone_is_told_of(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = iter((None, None, ServerError("the slot is gone", hint="make a new clone")))
+
+    class Failing:
+        def check(self) -> None:
+            error = next(looks)
+            if error is not None:
+                raise error
+
+    monkeypatch.setattr(clone_follow, "WATCH_SECONDS", 0.01)
+    with clone_follow._watched(Failing()):  # type: ignore[arg-type]
+        wait_for(lambda: "the slot is gone (make a new clone)" in caplog.text)
+
+
+def test_a_held_slot_is_not_dropped_by_a_restart(source_db: str, tmp_path: Path) -> None:
+    with hold(tmp_path, Dsn.parse(source_db), slot="held_by_test") as (held, _):
+        assert held.slot == "held_by_test"
+        with pytest.raises(WorkDirError, match="held_by_test, which --restart would drop"):
+            clone_follow._refuse_held(tmp_path)
+    with psycopg.connect(source_db, autocommit=True) as connection:
+        connection.execute("SELECT pg_drop_replication_slot('held_by_test')")
 
 
 def test_plain_snapshot_is_refused(source_db: str, target_db: str, tmp_path: Path) -> None:

@@ -106,6 +106,28 @@ def test_a_filtered_database_is_moved_under_writers(ends: tuple[str, str], tmp_p
     assert found == (None, 0, kept[0])
 
 
+def test_a_stream_that_begins_anew_ends_where_it_was_told(
+    source_db: str, target_db: str, tmp_path: Path
+) -> None:
+    command = [
+        sys.executable, "-m", "millrace", "clone", "--follow", "--source", source_db, "--target",
+        target_db, "--dir", str(tmp_path / "work"), "--slot-name", f"anew_{time.time_ns()}",
+    ]  # fmt: skip
+    with psycopg.connect(source_db, autocommit=True) as connection:
+        connection.execute("SET synchronous_commit = on")
+        connection.execute("CREATE TABLE t (id int PRIMARY KEY)")
+        for options in ([], ["--restart", "--drop-if-exists"]):
+            connection.execute("INSERT INTO t SELECT count(*) + 1 FROM t")
+            row = connection.execute("SELECT pg_current_wal_flush_lsn()").fetchone()
+            assert row is not None
+            done = _run([*command, *options, "--endpos", row[0]])
+            assert done.returncode == 0, done.stderr
+    with psycopg.connect(target_db) as connection:
+        assert connection.execute("SELECT count(*) FROM t").fetchone() == (2,)
+    cleaned = _run([*command[:3], "stream", "cleanup", *command[5:]])
+    assert cleaned.returncode == 0, cleaned.stderr
+
+
 def _is_copied(target: str) -> bool:
     """Whether the clone has made its foreign keys and all the rest."""
     with psycopg.connect(target) as connection:

@@ -78,7 +78,7 @@ def test_updates_set_what_may_have_changed() -> None:
     ) == [
         'UPDATE "s"."t" SET "v" = \'it\'\'s\' WHERE "id" = \'1\';',
         'UPDATE "s"."t" SET "id" = \'2\', "v" = NULL WHERE "id" = \'1\';',
-        'UPDATE "s"."t" SET "id" = \'1\' WHERE "id" = \'1\';',
+        'SELECT FROM "s"."t" WHERE "id" = \'1\';',
     ]
 
 

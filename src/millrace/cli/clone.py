@@ -8,12 +8,13 @@ from dataclasses import asdict
 from millrace.cli.asked import Asked
 from millrace.cli.clone_all import clone_all
 from millrace.cli.display import open_display, print_summary
-from millrace.cli.follow import open_follow_display, print_follow, set_endpos
+from millrace.cli.follow import open_follow_display, print_follow
 from millrace.cli.plan import print_plan
 from millrace.clone.run import CloneResult, dry_run
 from millrace.clone.run import clone as run_clone
 from millrace.clone.settings import CloneSettings
 from millrace.log import setup_logging
+from millrace.lsn import parse_lsn
 from millrace.spark.session import parse_conf
 from millrace.stream.settings import SlotSettings
 
@@ -61,12 +62,14 @@ def _clone_and_follow(asked: Asked, settings: CloneSettings) -> None:
 
     slot = SlotSettings(asked.slot_name, asked.plugin, asked.spool)
     follow_settings = asked.follow_settings()
-    set_endpos(asked.directory, asked.endpos)
+    endpos = parse_lsn(asked.endpos) if asked.endpos else None
     with (
         asked.engine() as engine,
         open_follow_display(quiet=asked.quiet, metrics_port=asked.metrics_port) as display,
     ):
-        result = clone_and_follow(settings, follow_settings, slot, engine, display, on_cloned=tell)
+        result = clone_and_follow(
+            settings, follow_settings, slot, engine, display, on_cloned=tell, endpos=endpos
+        )
     print_follow(result, as_json=asked.as_json, quiet=asked.quiet)
 
 

@@ -83,9 +83,9 @@ def cutover(asked: Asked) -> None:
     """End the stream where the source stands now, and prove that both sides are equal.
 
     Stop the writers of the source first. Sets the end position, waits until a running `follow`
-    has applied everything up to it (or follows by itself), sets the target's sequences, and
-    compares every table. Exit code 9, and no success, while a table differs: somebody still
-    writes, or something is wrong. Run it again as often as you like.
+    has applied everything up to it (or follows by itself), sets the target's sequences, compares
+    every table, and refreshes materialized views. Exit code 9, and no success, while a table
+    differs: somebody still writes, or something is wrong. Run it again as often as you like.
 
     Afterwards point the applications to the target, and remove slot, publications and
     position with `millrace stream cleanup`.
@@ -180,6 +180,7 @@ def _print_cutover(result: CutoverResult, *, as_json: bool, rows: bool) -> None:
                 {
                     "endpos": render_lsn(result.endpos),
                     "sequences": result.sequences,
+                    "materialized_views": result.views,
                     "equal": result.is_equal,
                     "seconds": result.seconds,
                     "compared": compared,
@@ -192,6 +193,6 @@ def _print_cutover(result: CutoverResult, *, as_json: bool, rows: bool) -> None:
     if result.is_equal:
         console().print(
             f"both sides are equal at {render_lsn(result.endpos)}: {len(result.compared)} tables "
-            f"compared, {result.sequences} sequences set, in {render_seconds(result.seconds)}; "
-            "point the applications to the target"
+            f"compared, {result.sequences} sequences set, {result.views} materialized views "
+            f"refreshed, in {render_seconds(result.seconds)}; point the applications to the target"
         )

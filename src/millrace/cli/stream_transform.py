@@ -70,7 +70,8 @@ def transform(
         for batch in iter_changes(spool.reader(), range_, spool.encoding, tables=tables)
     )
     for line in render(batches, form):
-        sys.stdout.write(line + "\n")
+        sys.stdout.buffer.write(line.encode() + b"\n")
+    sys.stdout.buffer.flush()
 
 
 # Ranges only bound what is planned at once; chunks of them bound memory.

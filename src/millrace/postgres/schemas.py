@@ -17,6 +17,14 @@ USER_SCHEMA: Final = (
     " AND n.oid NOT IN (SELECT d.objoid FROM pg_description d"
     f" WHERE d.classoid = 'pg_namespace'::regclass AND d.description = '{_COMMENT}')"
 )
+# For a pg_class that the query calls c: it belongs to no extension, or the extension says that all
+# its rows are the user's.
+USER_TABLE: Final = (
+    "(NOT EXISTS (SELECT FROM pg_depend e WHERE e.classid = 'pg_class'::regclass"
+    " AND e.objid = c.oid AND e.deptype = 'e')"
+    " OR EXISTS (SELECT FROM pg_extension x, unnest(x.extconfig, x.extcondition) AS t (oid, rows)"
+    " WHERE t.oid = c.oid AND t.rows = ''))"
+)
 STREAM_SCHEMA: Final = "replication"
 INSTALL_STREAM_SCHEMA: Final = f"""
 DO $$ BEGIN

@@ -23,6 +23,7 @@ from millrace.errors import FormatError
 from millrace.postgres.pgoutput import (
     MICROSECONDS_1970_TO_2000,
     Bytes,
+    Commit,
     Messages,
     RelationVersion,
     Truncate,
@@ -171,23 +172,24 @@ class _Converter:
                 continue
             begin = decode_begin(_message(buffer, messages, at))
             end = next(ends, None)
-            end_lsn = (
-                self._find_end()
+            # Where and when it was committed not every plugin knows at its begin.
+            commit = (
+                self._find_commit()
                 if end is None
-                else decode_commit(_message(buffer, messages, end)).end_lsn
+                else decode_commit(_message(buffer, messages, end))
             )
             self._open = _Transaction(
-                begin.commit_lsn, end_lsn, begin.xid, begin.committed_at_microseconds
+                commit.commit_lsn, commit.end_lsn, begin.xid, commit.committed_at_microseconds
             )
             found.append(self._open)
         return found
 
-    def _find_end(self) -> int:
-        """The end of a transaction whose Commit is in a later chunk: the next one there is."""
+    def _find_commit(self) -> Commit:
+        """Of a transaction whose Commit is in a later chunk: the next one there is."""
         following = self._reader.plan(self._end_lsn, 1, self._range.end_lsn)
         if following is None:
             raise FormatError("replication stream: a Begin without a Commit", lsn=self._end_lsn)
-        return following.end_lsn
+        return Commit(following.commit_lsn, following.end_lsn, following.committed_at)
 
     def _take_versions(
         self, buffer: Bytes, messages: Messages, truncates: dict[int, Truncate]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import psycopg
@@ -22,6 +22,7 @@ from millrace.errors import ServerError, WorkDirError
 from millrace.lsn import parse_lsn, render_lsn
 from millrace.postgres import catalog
 from millrace.postgres.connect import connect, translated
+from millrace.postgres.view_refresh import refresh_views
 from millrace.stream.follow import follow, require_setup
 from millrace.stream.progress import FollowReporter
 from millrace.stream.sentinel import Sentinel
@@ -43,6 +44,8 @@ class CutoverResult:
 
     endpos: int
     sequences: int
+    # Materialized views that were filled again.
+    views: int
     compared: list[Compared]
     seconds: float
 
@@ -85,9 +88,11 @@ def cutover(
             endpos = read_end(source)
         sentinel.set_endpos(endpos)
         log.info("the end position is %s", render_lsn(endpos))
+        _switch_on(sentinel)
         with closing(place_of(setup, directory, settings.target).open_reader()) as spool:
             if not _wait_for_other(settings, sentinel, spool):
-                follow(settings, engine, reporter)
+                # Whoever else reads the spool may not be done with it.
+                follow(replace(settings, keep_spool=True), engine, reporter)
             _check_applied(sentinel, spool, endpos)
     with connect(settings.source, "cutover") as source, connect(settings.target, "cutover") as to:
         with translated("reading the source's sequences"):
@@ -95,8 +100,24 @@ def cutover(
             names = {(s.schema, s.name) for s in catalog.read_sequences(to)}
         wanted = [s for s in sequences if (s.schema, s.name) in names]
         set_sequences(to, wanted)
+    if len(wanted) < len(sequences) and compare.filters.is_empty:
+        lacking = sorted(f"{s.schema}.{s.name}" for s in sequences if s not in wanted)
+        log.warning("the target lacks sequences of the source: %s", ", ".join(lacking))
     compared = compare_data(compare, engine)
-    return CutoverResult(endpos, len(wanted), compared, time.monotonic() - began)
+    views = 0
+    if all(one.is_equal for one in compared):
+        with connect(settings.target, "cutover") as to, translated("refreshing views"):
+            views = refresh_views(to)
+    return CutoverResult(endpos, len(wanted), views, compared, time.monotonic() - began)
+
+
+def _switch_on(sentinel: Sentinel) -> None:
+    """A stream that somebody has switched off would never come to its end."""
+    state = sentinel.read()
+    if not (state.apply and state.prefetch):
+        log.warning("apply or prefetch was switched off; both are on now")
+        sentinel.set_apply(True)
+        sentinel.set_prefetch(True)
 
 
 def _wait_for_other(settings: FollowSettings, sentinel: Sentinel, spool: Reader) -> bool:

@@ -23,7 +23,7 @@ import psycopg
 from millrace.errors import PreflightError
 from millrace.postgres.connect import translated
 from millrace.postgres.quote import ident, literal, qualified
-from millrace.postgres.schemas import USER_SCHEMA
+from millrace.postgres.schemas import USER_SCHEMA, USER_TABLE
 
 Connection = psycopg.Connection[tuple[Any, ...]]
 
@@ -54,10 +54,7 @@ SELECT c.oid::int8, n.nspname, c.relname, c.relkind,
   JOIN identity ON identity.oid = c.oid
  WHERE c.relkind IN ('r', 'p') AND NOT c.relispartition AND c.relpersistence = 'p'
    AND {USER_SCHEMA}
-   AND (NOT EXISTS (SELECT FROM pg_depend e WHERE e.classid = 'pg_class'::regclass
-                       AND e.objid = c.oid AND e.deptype = 'e')
-        OR EXISTS (SELECT FROM pg_extension x, unnest(x.extconfig, x.extcondition) AS t (oid, rows)
-                    WHERE t.oid = c.oid AND t.rows = ''))
+   AND {USER_TABLE}
  ORDER BY n.nspname, c.relname
 """
 

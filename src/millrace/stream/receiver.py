@@ -40,6 +40,8 @@ class Receiver:
         self._started_at = 0.0
         self._pauses = iter_pauses(1 << 30)
         self._restart_at: float | None = None
+        # How it ended, if it was not killed.
+        self._outcome: Received | MillraceError | None = None
 
     def start(self) -> None:
         context = multiprocessing.get_context("spawn")
@@ -51,6 +53,7 @@ class Receiver:
         theirs.close()
         self._started_at = time.monotonic()
         self._restart_at = None
+        self._outcome = None
 
     @property
     def pid(self) -> int | None:
@@ -62,14 +65,14 @@ class Receiver:
             if time.monotonic() >= self._restart_at:
                 self.start()
             return None
-        told = self._told()
-        if told is None and self._process.exitcode is None:
+        self._outcome = self._outcome or self._told()
+        if self._outcome is None and self._process.exitcode is None:
             return None
-        told = told or self._told()
-        if isinstance(told, Received):
-            return told
-        if isinstance(told, MillraceError):
-            raise told
+        self._outcome = self._outcome or self._told()
+        if isinstance(self._outcome, Received):
+            return self._outcome
+        if isinstance(self._outcome, MillraceError):
+            raise self._outcome
         if time.monotonic() - self._started_at > STEADY_SECONDS:
             self._pauses = iter_pauses(1 << 30)
         pause = next(self._pauses)

@@ -25,9 +25,11 @@ from millrace.stream.transform_format import OutputFormat
 
 Row = Mapping[str, str | None]
 
-# Under these a server prints and reads values as the changes have them.
+# Under these a server prints and reads values as the changes have them, and does nothing beside
+# them: what triggers did on the source is among the changes.
 SESSION: Final = (
-    "SET datestyle = 'ISO, YMD'; SET intervalstyle = 'postgres'; SET timezone = 'UTC';"
+    "SET client_encoding = 'UTF8'; SET session_replication_role = replica;"
+    " SET datestyle = 'ISO, YMD'; SET intervalstyle = 'postgres'; SET timezone = 'UTC';"
     " SET extra_float_digits = 3; SET bytea_output = 'hex'; SET search_path = pg_catalog;"
 )
 
@@ -73,7 +75,7 @@ def render_sql(batches: Iterable[pa.RecordBatch]) -> Iterator[str]:
         change = group[0]
         if last is None:
             yield SESSION
-        if last is None or last.commit_lsn != change.commit_lsn:
+        if last is None or last.end_lsn != change.end_lsn:
             if last is not None:
                 yield _sql_commit(last)
             at = change.committed_at.isoformat(sep=" ")
@@ -89,7 +91,7 @@ def render_json(batches: Iterable[pa.RecordBatch]) -> Iterator[str]:
     last: Change | None = None
     for group in _groups(batches):
         change = group[0]
-        if last is None or last.commit_lsn != change.commit_lsn:
+        if last is None or last.end_lsn != change.end_lsn:
             if last is not None:
                 yield _json_mark("commit", last)
             yield _json_mark("begin", change)
@@ -170,10 +172,9 @@ def _update(change: Change) -> str:
         for name, value in after.items()
         if (before[name] != value if name in before else name not in is_key)
     }
-    sets = changed or after
-    if not sets:
+    if not changed:
         return f"SELECT FROM {change.name} WHERE {_condition(change)};"
-    listed = ", ".join(f"{ident(name)} = {_value(value)}" for name, value in sets.items())
+    listed = ", ".join(f"{ident(name)} = {_value(value)}" for name, value in changed.items())
     return f"UPDATE {change.name} SET {listed} WHERE {_condition(change)};"
 
 

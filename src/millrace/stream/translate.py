@@ -52,7 +52,7 @@ from millrace.postgres.plugin_change import (
     RowText,
     TruncateText,
 )
-from millrace.postgres.schemas import USER_SCHEMA
+from millrace.postgres.schemas import USER_SCHEMA, USER_TABLE
 from millrace.stream.partition import Partitions, as_partition
 
 log = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ _NUMBERS_OIDS = (700, 701, 1700)
 # What a name in a message can be: a table, a partition or partitioned table, or something that is
 # not followed, such as a materialized view that is refreshed concurrently.
 _TABLES = f"""
-SELECT n.nspname, c.relname, c.relkind IN ('r', 'p') AND {USER_SCHEMA},
+SELECT n.nspname, c.relname, c.relkind IN ('r', 'p') AND {USER_SCHEMA} AND {USER_TABLE},
        c.oid::int8, c.relkind = 'p', c.relispartition, c.relreplident::text,
        array(SELECT a.attname::text FROM pg_attribute a WHERE a.attrelid = c.oid
               AND a.attnum > 0 AND NOT a.attisdropped AND a.attgenerated = '' ORDER BY a.attnum),
@@ -76,7 +76,8 @@ SELECT n.nspname, c.relname, c.relkind IN ('r', 'p') AND {USER_SCHEMA},
        array(SELECT a.attname::text FROM pg_attribute a WHERE a.attrelid = c.oid
               AND a.attnum > 0 AND NOT a.attisdropped AND a.attgenerated <> ''),
        array(SELECT a.attname::text FROM pg_index i
-               JOIN pg_attribute a ON a.attrelid = c.oid AND a.attnum = ANY(i.indkey)
+               JOIN pg_attribute a ON a.attrelid = c.oid
+                AND a.attnum = ANY(i.indkey[0:i.indnkeyatts - 1])
               WHERE i.indrelid = c.oid AND i.indisvalid AND i.indimmediate AND
                     CASE c.relreplident WHEN 'd' THEN i.indisprimary
                                         WHEN 'i' THEN i.indisreplident END)

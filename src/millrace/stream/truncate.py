@@ -25,7 +25,7 @@ from typing import Final
 
 from psycopg.pq.abc import PGconn
 
-from millrace.errors import ApplyError
+from millrace.errors import ApplyError, ServerError
 from millrace.lsn import render_lsn
 from millrace.postgres.libpq import execute
 from millrace.postgres.pgoutput import Partition
@@ -38,6 +38,8 @@ _HASH: Final = re.compile(r"satisfies_hash_partition\('\d+'::oid, (\d+), (\d+), 
 _SAME_HASH: Final = r"satisfies_hash_partition(\1, \2, "
 _NOTHING_ELSE: Final = re.compile(r"\btrue\b|\bAND\b|[() ]")
 _QUOTES: Final = ("'", '"')
+# feature_not_supported: TRUNCATE of a table that another one references
+_REFERENCED: Final = "0A000"
 
 # Without locks on partitions that are not meant.
 _LEAVES: Final = """
@@ -71,16 +73,30 @@ def truncate(session: PGconn, work: TruncateWork) -> None:
             names.append(_name(one.table))
     # Several at once: they may reference each other. Tables that the source did not name are never
     # emptied, so no CASCADE.
-    if work.is_whole and not some_rows:
-        restart = " RESTART IDENTITY" if work.restart_identity else ""
-        execute(session, f"TRUNCATE {', '.join(names)}{restart}")
+    restart = " RESTART IDENTITY" if work.restart_identity else ""
+    statement = f"TRUNCATE {', '.join(names)}{restart}"
+    if work.is_whole and not some_rows and _is_possible(session, statement):
         return
     # A table that a foreign key points to can't be truncated without the other one, which is
-    # another worker's, or keeps some rows.
+    # another worker's, or keeps some rows, or is not followed.
     for name in names:
         execute(session, f"DELETE FROM {name}")
     for name, condition in some_rows:
         execute(session, f"DELETE FROM {name} WHERE {condition}")
+
+
+def _is_possible(session: PGconn, statement: str) -> bool:
+    """Whether it was; else nothing has happened."""
+    execute(session, "SAVEPOINT millrace_truncate")
+    try:
+        execute(session, statement)
+    except ServerError as error:
+        if error.facts.get("sqlstate") != _REFERENCED:
+            raise
+        execute(session, "ROLLBACK TO SAVEPOINT millrace_truncate")
+        return False
+    execute(session, "RELEASE SAVEPOINT millrace_truncate")
+    return True
 
 
 def covering_condition(conditions: Iterable[str]) -> str | None:

@@ -6,6 +6,7 @@ import psycopg
 
 from millrace.config.dsn import Dsn
 from millrace.postgres.connect import cancel_sessions, connect
+from millrace.postgres.libpq import execute, open_session
 
 
 def test_commits_are_waited_for_where_the_server_would_not(target_db: str) -> None:
@@ -15,6 +16,19 @@ def test_commits_are_waited_for_where_the_server_would_not(target_db: str) -> No
             connection.execute(f"ALTER DATABASE {name} SET synchronous_commit = {setting}")
             with connect(Dsn.parse(target_db), "test") as fresh:
                 assert fresh.execute("SHOW synchronous_commit").fetchone() == (expected,)
+
+
+def test_money_looks_the_same_whatever_the_database_says(source_db: str, target_db: str) -> None:
+    for uri in (source_db, target_db):
+        dsn = Dsn.parse(uri)
+        with psycopg.connect(uri, autocommit=True) as connection:
+            name = dsn.parameters["dbname"]
+            connection.execute(f"ALTER DATABASE {name} SET lc_monetary = 'POSIX'".encode())
+        with connect(dsn, "test") as fresh:
+            assert fresh.execute("SHOW lc_monetary").fetchone() == ("C",)
+        bare = open_session(dsn, "test", "UTF8")
+        assert execute(bare, "SHOW lc_monetary")[0].get_value(0, 0) == b"C"
+        bare.finish()
 
 
 def test_sessions_that_are_ended_are_gone_afterwards(target_db: str) -> None:

@@ -45,6 +45,10 @@ CREATE TRIGGER touch BEFORE UPDATE ON s.t FOR EACH ROW EXECUTE FUNCTION s.touch(
 CREATE RULE quiet AS ON DELETE TO s.r DO INSTEAD NOTHING;
 CREATE POLICY mine ON s.t USING (a > 0);
 CREATE EXTENSION IF NOT EXISTS plpgsql;
+CREATE SCHEMA news;
+CREATE TABLE news.item (id int PRIMARY KEY, kind varchar(9), n int);
+CREATE PUBLICATION few FOR TABLE news.item (id, kind) WHERE (id > 1 AND kind <> 'x');
+CREATE PUBLICATION "All of it" FOR TABLES IN SCHEMA news;
 GRANT SELECT ON s.t TO museum_reader;
 GRANT ALL ON s.r TO museum_reader;
 """
@@ -186,6 +190,23 @@ CHANGES = {
     },
     "CREATE STATISTICS s.both ON id, t FROM s.r": {("statistics object", "s.both", "")},
     "CREATE PUBLICATION everything FOR ALL TABLES": {("publication", "everything", "")},
+    "DROP PUBLICATION few": {("publication", "few", "")},
+    "ALTER PUBLICATION few SET (publish = 'insert')": {("publication", "few", "definition")},
+    "ALTER PUBLICATION few DROP TABLE news.item": {("publication table", "few.news.item", "")},
+    "ALTER PUBLICATION few ADD TABLE s.r": {("publication table", "few.s.r", "")},
+    "ALTER PUBLICATION few SET TABLE news.item (id, n) WHERE (id > 1 AND kind <> 'x')": {
+        ("publication table", "few.news.item", "columns")
+    },
+    "ALTER PUBLICATION few SET TABLE news.item (kind, id) WHERE (id > 1 AND kind <> 'z')": {
+        ("publication table", "few.news.item", "where")
+    },
+    "ALTER PUBLICATION few SET TABLE news.item": {
+        ("publication table", "few.news.item", "columns"),
+        ("publication table", "few.news.item", "where"),
+    },
+    'ALTER PUBLICATION "All of it" SET TABLES IN SCHEMA news, other': {
+        ("publication schema", '"All of it".other', "")
+    },
     "CREATE SUBSCRIPTION elsewhere CONNECTION 'dbname=nowhere' PUBLICATION p"
     " WITH (connect = false, slot_name = NONE)": {("subscription", "elsewhere", "")},
     "ALTER DEFAULT PRIVILEGES IN SCHEMA s GRANT SELECT ON TABLES TO PUBLIC": {

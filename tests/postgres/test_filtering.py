@@ -315,6 +315,12 @@ def test_partitions_go_with_their_table(filtering: Filtering, tools: Installatio
     }
 
 
+def test_table_that_inherits_from_one_that_is_left_out_is_told(filtering: Filtering) -> None:
+    filtered = filtering("[exclude-table]\napp.parent\n")
+    assert filtered.missing() == {"app.parent", "app.child"}
+    assert filtered.why() == {"table app.child": "inherits from table app.parent"}
+
+
 def test_one_partition_can_be_left_out(filtering: Filtering) -> None:
     filtered = filtering("[exclude-table]\napp.measure_2024\n")
     assert {name for name in filtered.missing() if name.endswith(("2024", "_1"))} == {

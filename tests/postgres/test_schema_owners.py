@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import psycopg
 import pytest
 from tests.fixtures.sql import execute, rows
 
 from millrace.clone.target import set_schema_owners
 from millrace.config.dsn import Dsn
-from millrace.postgres import catalog
+from millrace.postgres import catalog, describe
 from millrace.postgres.connect import connect
 from millrace.postgres.embedded import Cluster
 
@@ -65,3 +66,17 @@ def test_public_schema_as_initdb_made_it_has_no_owner_to_restore(source_db: str)
     assert owners() == {"shared": "postgres"}
     execute(source_db, "ALTER SCHEMA public OWNER TO postgres")
     assert owners() == {"public": "postgres", "shared": "postgres"}
+
+
+def test_public_schema_as_initdb_made_it_is_described_alike_before_and_since_15(
+    source_db: str,
+) -> None:
+    def owner(server_version: int) -> str:
+        with psycopg.connect(source_db) as connection:
+            (found,) = connection.execute(describe._schemas(server_version)).fetchall()
+            return str(found[7])
+
+    # What 14 asks is asked of 16: there, public can be the first superuser's as well.
+    assert (owner(140000), owner(160000)) == ("pg_database_owner", "as initdb made it")
+    execute(source_db, "ALTER SCHEMA public OWNER TO postgres")
+    assert (owner(140000), owner(160000)) == ("as initdb made it", "postgres")

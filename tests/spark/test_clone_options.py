@@ -480,6 +480,36 @@ def test_drop_if_exists_replaces_an_older_clone_and_spares_what_the_source_lacks
         assert rows(target_db, query) == rows(source_db, query)
 
 
+def test_drop_if_exists_replaces_a_subscription(
+    source_db: str, target_db: str, cloner: Cloner
+) -> None:
+    execute(
+        source_db,
+        "CREATE SUBSCRIPTION news CONNECTION 'dbname=nowhere' PUBLICATION p"
+        " WITH (connect = false, slot_name = 'news')",
+    )
+    query = "SELECT subname::text, subslotname::text FROM pg_subscription"
+    try:
+        cloner(source_db, target_db)
+        cloner(source_db, target_db, drop_if_exists=True)
+        assert rows(target_db, query) == [("news", "news")]
+    finally:
+        for uri in (source_db, target_db):
+            execute(uri, "ALTER SUBSCRIPTION news SET (slot_name = NONE)", "DROP SUBSCRIPTION news")
+
+
+def test_schema_is_restored_with_the_currency_of_the_target(
+    source_db: str, target_db: str, cloner: Cloner
+) -> None:
+    execute(source_db, "CREATE MATERIALIZED VIEW v AS SELECT current_setting('lc_monetary') AS m")
+    execute(
+        target_db,
+        f"ALTER DATABASE {Dsn.parse(target_db).parameters['dbname']} SET lc_monetary = 'POSIX'",
+    )
+    cloner(source_db, target_db)
+    assert rows(target_db, "SELECT m FROM v") == [("POSIX",)]
+
+
 def test_event_trigger_that_forbids_drops_does_not_stop_the_clone(
     source_db: str, target_db: str, cloner: Cloner
 ) -> None:

@@ -260,6 +260,33 @@ def test_drop_if_exists_of_a_single_step_replaces_what_is_there(
     assert differing_schema(source_db, target_db, FilterRules()) == set()
 
 
+def test_drop_if_exists_spares_what_the_filters_leave_out(
+    source_db: str, target_db: str, engine: Engine, reporter: Reporter, tmp_path: Path
+) -> None:
+    execute(
+        source_db,
+        "CREATE TABLE kept (id int PRIMARY KEY)",
+        "INSERT INTO kept VALUES (1), (2)",
+        "CREATE TABLE spared (id int PRIMARY KEY, kept_id int REFERENCES kept)",
+        "INSERT INTO spared VALUES (1, 1)",
+        "CREATE SCHEMA log CREATE TABLE event (id int PRIMARY KEY)",
+    )
+    whole = CloneSettings(Dsn.parse(source_db), Dsn.parse(target_db), tmp_path / "first")
+    clone(whole, engine, reporter)
+    execute(
+        target_db,
+        "INSERT INTO spared VALUES (2, 1)",
+        "INSERT INTO log.event VALUES (7)",
+        "DELETE FROM kept WHERE id = 2",
+    )
+    rules = parse_filters("[exclude-table]\npublic.spared\n[exclude-schema]\nlog\n", name="f.ini")
+    again = replace(whole, directory=tmp_path / "second", filters=rules, drop_if_exists=True)
+    clone(again, engine, reporter)
+    assert rows(target_db, "SELECT id FROM kept ORDER BY 1") == [(1,), (2,)]
+    assert rows(target_db, "SELECT id FROM spared ORDER BY 1") == [(1,), (2,)]
+    assert rows(target_db, "SELECT id FROM log.event") == [(7,)]
+
+
 def test_changed_filters_are_refused_by_a_run_that_goes_on(
     settings: CloneSettings, engine: Engine, reporter: Reporter, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -292,6 +292,23 @@ def test_materialized_views_are_filled_when_the_last_of_rows_and_schema_is_there
     assert rows(target_db, VIEWS) == rows(source_db, VIEWS)
 
 
+def test_rows_copied_again_into_a_finished_clone_fill_its_materialized_views(
+    source_db: str, target_db: str, engine: Engine, reporter: Reporter, tmp_path: Path
+) -> None:
+    execute(source_db, MATERIALIZED)
+    settings = CloneSettings(Dsn.parse(source_db), Dsn.parse(target_db), tmp_path / "work")
+    clone(settings, engine, reporter)
+    execute(
+        source_db,
+        "UPDATE counted SET n = n + 1",
+        "REFRESH MATERIALIZED VIEW totals",
+        "REFRESH MATERIALIZED VIEW by_key",
+    )
+    rows_only = frozenset({Step.TABLE_DATA})
+    clone(replace(settings, steps=rows_only, not_consistent=True), engine, reporter)
+    assert rows(target_db, VIEWS) == rows(source_db, VIEWS)
+
+
 def test_materialized_view_is_not_filled_from_a_table_that_a_crash_has_emptied(
     source_db: str,
     target_db: str,

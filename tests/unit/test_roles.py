@@ -7,7 +7,7 @@ import re
 import pytest
 from tests.fixtures.roles import RECORDED
 
-from millrace.clone.roles import without_existing
+from millrace.clone.roles import without_existing, without_grantors
 
 NAMES = ("ann", "ann2", 'Bob "the" builder', "two words", "semi;colon", "postgres")
 
@@ -88,6 +88,31 @@ def test_memberships_are_kept(script: str) -> None:
     granted = 'GRANT ann TO "two words" WITH ADMIN OPTION'
     assert granted in script
     assert granted in without_existing(script, {"ann"})
+
+
+@pytest.mark.parametrize(
+    ("statement", "expected"),
+    [
+        ("GRANT a TO b GRANTED BY shop;", "GRANT a TO b;"),
+        (
+            'GRANT "a ""b" TO "c;\nd" WITH ADMIN OPTION, INHERIT TRUE, SET FALSE'
+            ' GRANTED BY "x GRANTED BY y";',
+            'GRANT "a ""b" TO "c;\nd" WITH ADMIN OPTION, INHERIT TRUE, SET FALSE;',
+        ),
+        ('GRANT a TO "b GRANTED BY c";', None),
+        ("COMMENT ON ROLE a IS 'GRANT a TO b GRANTED BY c;';", None),
+    ],
+)
+def test_membership_is_granted_by_whoever_runs_the_script(
+    statement: str, expected: str | None
+) -> None:
+    assert without_grantors(f"{statement}\n") == f"{expected or statement}\n"
+
+
+def test_nothing_but_the_grantor_is_taken_out(script: str) -> None:
+    taken = script.replace(" GRANTED BY postgres", "")
+    assert taken != script
+    assert without_grantors(script).rstrip("\n") == taken.rstrip("\n")
 
 
 def _statements(script: str) -> str:

@@ -7,8 +7,9 @@ they were asked to stay.
 from __future__ import annotations
 
 import signal
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
@@ -20,7 +21,7 @@ from millrace.cli.compare import raise_difference
 from millrace.cli.display import print_summary, render_seconds
 from millrace.cli.follow import open_follow_display
 from millrace.clone.compare_run import CompareSettings
-from millrace.clone.run import CloneResult
+from millrace.clone.run import CloneResult, in_thread
 from millrace.clone.settings import CloneSettings
 from millrace.clone.split import SplitSettings
 from millrace.config.dsn import Dsn
@@ -58,7 +59,9 @@ def demo(
     setup_logging(verbose=verbose, quiet=quiet or not verbose)
     settings = {"max_wal_size": "4GB"}
     with ExitStack() as stack:
-        directory = Path(stack.enter_context(TemporaryDirectory(prefix="millrace-demo-")))
+        # What was left running when it is stopped may still write there.
+        folder = TemporaryDirectory(prefix="millrace-demo-", ignore_cleanup_errors=True)
+        directory = Path(stack.enter_context(folder))
         say(f"starting PostgreSQL {SOURCE_VERSION} (source) and {TARGET_VERSION} (target)")
         source = stack.enter_context(open_cluster(SOURCE_VERSION, settings=settings))
         target = stack.enter_context(open_cluster(TARGET_VERSION, settings=settings))
@@ -89,16 +92,18 @@ def _migrate(
     with (
         Engine(default_master(2 * JOBS), log_path=directory / "spark.log", streams=True) as engine,
         open_follow_display(quiet=quiet, metrics_port=None) as display,
-        ThreadPoolExecutor(1) as threads,
     ):
-        following = threads.submit(
-            clone_and_follow,
-            clone_settings,
-            settings,
-            SlotSettings("millrace_demo"),
-            engine,
-            display,
-            on_cloned=cloned.set_result,
+        # Nobody waits for it to end: when we leave early, Spark and the servers go, and so does it.
+        following = in_thread(
+            partial(
+                clone_and_follow,
+                clone_settings,
+                settings,
+                SlotSettings("millrace_demo"),
+                engine,
+                display,
+                on_cloned=cloned.set_result,
+            )
         )
         either: list[Future[Any]] = [cloned, following]
         wait(either, return_when=FIRST_COMPLETED)

@@ -119,6 +119,8 @@ class _Decider:
             d.dependent for each in self.references.values() for d in each if d.kind == "e"
         }
         self.excluded: dict[Key, str] = {}
+        # Those of them that no rule names, and that are more than a partition of one that is.
+        self.inheriting: set[Key] = set()
         self.kept: dict[Key, str] = {}
         self.data_skipped: dict[Key, str] = {}
         self.warnings: list[str] = []
@@ -135,7 +137,7 @@ class _Decider:
         self._exclude_tables()
         self._exclude_indexes()
         self._skip_data()
-        named = set(self.excluded)
+        named = set(self.excluded) - self.inheriting
         self._exclude_dependents()
         self._exclude_extensions(named)
         self._keep_schemas_of_extensions()
@@ -194,8 +196,11 @@ class _Decider:
             parent = waiting.popleft()
             for child in self._children(parent):
                 if child not in self.excluded:
-                    word = "partition of" if self._is_partitioned(parent) else "inherits from"
+                    is_partition = self._is_partitioned(parent)
+                    word = "partition of" if is_partition else "inherits from"
                     self.excluded[child] = f"{word} {self._label(parent)}"
+                    if not is_partition:
+                        self.inheriting.add(child)
                     waiting.append(child)
 
     def _with_family(self, including: Mapping[Key, Rule]) -> set[Key]:

@@ -18,6 +18,7 @@ from typing import Any
 import psycopg
 
 from millrace import failpoint
+from millrace.clone.decision import Key
 from millrace.clone.plan import Plan
 from millrace.clone.sequence import set_sequences
 from millrace.clone.settings import CloneSettings
@@ -70,10 +71,13 @@ class Ledger:
         failpoint.hit("records.dropped")
         return True
 
-    def open(self, *, takes_over: bool, is_new: bool) -> tuple[int, set[str]]:
+    def open(
+        self, *, takes_over: bool, is_new: bool, excluded: Collection[Key] = ()
+    ) -> tuple[int, set[str]]:
         """Begin an epoch of the run: (its number, the steps that are done).
 
-        `takes_over`: the target may be another run's; a new run then empties it first.
+        `takes_over`: the target may be another run's; a new run then empties it first, but for
+        what is `excluded` from it.
         """
         settings = self._settings
         with self._connect() as target:
@@ -88,7 +92,7 @@ class Ledger:
             if takes_over and is_new:
                 for run_id, _ in others:
                     cancel_sessions(settings.target, f"{APPLICATION} % {run_id}%")
-                drop_existing(target, settings.source)
+                drop_existing(target, settings.source, excluded)
                 record.drop_records(target)
             epoch = record.open_run(target, self._run_id, settings.source.identity())
             return epoch, record.read_done_steps(target, self._run_id)

@@ -32,6 +32,9 @@ from millrace.relation import Extension, ForeignKey, SourceCatalog
 
 log = logging.getLogger(__name__)
 
+# pg_dump prints constants of type money as the source's database does, not as our sessions do.
+_OWN_CURRENCY = "RESET lc_monetary;\n"
+
 
 def open_archive(job: Job, snapshot: str | None) -> Archive:
     """The dumped schema: the file from before if the run goes on, else a new one."""
@@ -115,7 +118,7 @@ def restore(
             pin_versions(script, created, job.settings.requirements),
             f"restoring {name}",
             role=job.role("schema"),
-            before=fence + check,
+            before=_OWN_CURRENCY + fence + check,
             after=done,
         )
         job.done.add(step)
@@ -123,13 +126,18 @@ def restore(
 
 
 def can_refresh(
-    job: Job, lists: RestoreLists, plan: Plan, recorded: Collection[record.PartKey]
+    job: Job,
+    lists: RestoreLists,
+    plan: Plan,
+    recorded: Collection[record.PartKey],
+    *,
+    was_finished: bool,
 ) -> bool:
     """Whether materialized views can be filled: every row has its place, and the schema is whole,
-    a part of which they may rest on."""
+    a part of which they may rest on. It is in a run that `was_finished`, whose records are gone."""
     planned = {(part.table_oid, part.number) for part in plan.every_part}
-    return planned <= set(recorded) and all(
-        step in job.done for step, _ in _pieces(lists.after, "post-data")
+    return planned <= set(recorded) and (
+        was_finished or all(step in job.done for step, _ in _pieces(lists.after, "post-data"))
     )
 
 

@@ -21,8 +21,9 @@ from millrace.postgres.script import run_script
 
 log = logging.getLogger(__name__)
 
-_NAME = r'("(?:[^"]|"")*"|[^\s;]+)'
+_NAME = r'("(?:[^"]|"")*"|[^\s;"]+)'
 _ABOUT_ROLE = re.compile(rf"(CREATE ROLE|ALTER ROLE|COMMENT ON ROLE|GRANT {_NAME} TO) {_NAME}")
+_GRANTED_BY = re.compile(rf"(GRANT {_NAME} TO {_NAME}(?: WITH [A-Z, ]+)?) GRANTED BY {_NAME};")
 # A comment, a psql command, an empty line, or a statement: whatever is quoted in that may hold
 # semicolons and line breaks.
 _STATEMENT = re.compile(
@@ -37,9 +38,10 @@ def copy_roles(
     with translated("reading the target's roles"):
         existing = {row[0] for row in target.execute("SELECT rolname FROM pg_roles")}
     script = dump_roles(tools, settings.source, passwords=settings.role_passwords)
+    script = without_grantors(without_existing(script, existing))
     run_script(
         settings.target,
-        without_existing(script, existing).encode(errors="surrogateescape"),
+        script.encode(errors="surrogateescape"),
         "copying roles",
         role="roles",
     )
@@ -56,6 +58,15 @@ def without_existing(script: str, existing: Collection[str]) -> str:
         elif match and match[1] == "CREATE ROLE":
             log.info("role %s exists on the target and is left as it is", name)
     return "".join(kept)
+
+
+def without_grantors(script: str) -> str:
+    """The script with memberships granted by whoever runs it: the one who granted them on the
+    source may lack the ADMIN option on the target, which 16 and later insist on."""
+    return "".join(
+        _GRANTED_BY.sub(r"\1;", one, count=1) if _GRANTED_BY.match(one) else one
+        for one in _STATEMENT.findall(script)
+    )
 
 
 def _unquoted(name: str) -> str:

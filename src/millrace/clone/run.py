@@ -187,7 +187,7 @@ class _Run:
         self.ledger = Ledger(settings, run_id)
         with ExitStack() as stack:
             stack.callback(directory.store.close)
-            if settings.resume and self.setup and self.setup["finished_at"]:
+            if settings.resume and self._was_finished():
                 if self.ledger.settle(directory.store):
                     return self._nothing_left()
                 log.warning(
@@ -241,6 +241,10 @@ class _Run:
         setup = read_setup(self.settings.directory)
         return setup is not None and Ledger(self.settings, setup["run_id"]).exists()
 
+    def _was_finished(self) -> bool:
+        """Whether an earlier process brought the run to its end."""
+        return self.setup is not None and bool(self.setup["finished_at"])
+
     def _nothing_left(self) -> CloneResult:
         assert self.setup is not None
         log.info("the run of %s is finished: nothing is left to do", self.setup["started_at"])
@@ -267,7 +271,9 @@ class _Run:
         if self.setup is not None:
             self._stop_sessions()
         self.job.epoch, self.job.done = self.ledger.open(
-            takes_over=self.owned or self.settings.drop_if_exists, is_new=self.setup is None
+            takes_over=self.owned or self.settings.drop_if_exists,
+            is_new=self.setup is None,
+            excluded=self.decision.excluded,
         )
         failpoint.hit("run.opened")
 
@@ -323,7 +329,7 @@ class _Run:
     def _run_under(self, snapshot: HeldSnapshot) -> CloneResult:
         job, settings, steps = self.job, self.settings, self.settings.steps
         with job.step("dump the schema"):
-            dumping = _in_thread(partial(open_archive, job, snapshot.id))
+            dumping = in_thread(partial(open_archive, job, snapshot.id))
             plan = self._plan(snapshot)
             archive = dumping.result()
         catalog = plan.catalog
@@ -381,7 +387,7 @@ class _Run:
         self.ledger.check(plan, copied)
         write_summary(settings.directory / "summary.json", summary)
         failpoint.hit("summary.written")
-        if steps == CloneSettings.steps or (self.setup and self.setup["finished_at"]):
+        if steps == CloneSettings.steps or self._was_finished():
             job.store.write_finished()
             failpoint.hit("run.finished")
             self.ledger.close(plan, copied, catalog.sequences)
@@ -430,7 +436,7 @@ class _Run:
     def _copy(self, plan: Plan, snapshot: HeldSnapshot) -> dict[record.PartKey, record.CopiedPart]:
         job = self.job
         wants_sequences = Step.SEQUENCES in self.settings.steps
-        sequences = _in_thread(self._set_sequences) if wants_sequences else None
+        sequences = in_thread(self._set_sequences) if wants_sequences else None
         copying = Copying(job, plan, snapshot)
         began = time.monotonic()
         job.progress.step = "copy data"
@@ -455,7 +461,8 @@ class _Run:
         failpoint.hit("sequences.done")
 
     def _refresh(self, archive: Archive, lists: RestoreLists, plan: Plan) -> None:
-        if can_refresh(self.job, lists, plan, self.ledger.parts()):
+        recorded = self.ledger.parts()
+        if can_refresh(self.job, lists, plan, recorded, was_finished=self._was_finished()):
             with self.job.step("materialized views"):
                 refresh(self.job, archive, lists, plan)
         else:
@@ -501,7 +508,7 @@ class _Run:
                 log.debug("could not stop sessions on %s: %s", dsn, error.message)
 
 
-def _in_thread(work: Callable[[], R]) -> Future[R]:
+def in_thread(work: Callable[[], R]) -> Future[R]:
     """Run something beside the main thread."""
     future: Future[R] = Future()
 

@@ -1,16 +1,17 @@
 """What the driver does to the target besides restoring the schema.
 
-Invariant: only what the source has too is dropped or changed.
+Invariant: only what the source has too, and what is cloned of that, is dropped or changed.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import psycopg
 
+from millrace.clone.decision import PG_CLASS_OID, Key
 from millrace.clone.settings import CloneSettings
 from millrace.config.dsn import Dsn
 from millrace.errors import ServerError
@@ -22,6 +23,8 @@ from millrace.postgres.schemas import USER_SCHEMA
 log = logging.getLogger(__name__)
 
 Connection = psycopg.Connection[tuple[Any, ...]]
+# Schema and name of a relation.
+Name = tuple[str, str]
 
 _KINDS = {"r": "TABLE", "p": "TABLE", "v": "VIEW", "m": "MATERIALIZED VIEW", "f": "FOREIGN TABLE"}
 
@@ -61,19 +64,21 @@ def set_schema_owners(target: Connection, owners: Mapping[str, str]) -> None:
         )
 
 
-def drop_existing(target: Connection, source: Dsn) -> None:
-    """Drop the relations, event triggers and publications the source has too."""
+def drop_existing(target: Connection, source: Dsn, excluded: Collection[Key] = ()) -> None:
+    """Drop the relations, event triggers, publications and subscriptions the source has too, but
+    for those that filters leave out of the clone."""
     with connect(source, "drop-list") as connection, translated("reading the source's objects"):
-        relations = connection.execute(
-            "SELECT c.relkind, n.nspname, c.relname FROM pg_class c"
-            " JOIN pg_namespace n ON n.oid = c.relnamespace"
-            " WHERE c.relkind IN ('r', 'p', 'v', 'm', 'f') AND NOT c.relispartition"
-            f" AND {USER_SCHEMA}"
-            " AND NOT EXISTS (SELECT FROM pg_depend e WHERE e.objid = c.oid"
-            " AND e.classid = 'pg_class'::regclass AND e.deptype = 'e')"
-        ).fetchall()
-        triggers = connection.execute("SELECT evtname FROM pg_event_trigger").fetchall()
-        publications = connection.execute("SELECT pubname FROM pg_publication").fetchall()
+        found = {
+            (schema, name): ((PG_CLASS_OID, oid) in excluded, is_partition)
+            for oid, schema, name, is_partition in connection.execute(_RELATIONS)
+        }
+        others = [
+            (kind, name)
+            for kind, catalog_oid, oid, name in connection.execute(_OTHERS)
+            if (catalog_oid, oid) not in excluded
+        ]
+        subscriptions = {row[0] for row in connection.execute(_RESTORED_SUBSCRIPTIONS)}
+    spared = {name for name, (is_excluded, _) in found.items() if is_excluded}
     with translated("dropping what the source has too"):
         there = {
             (schema, name): kind
@@ -82,14 +87,66 @@ def drop_existing(target: Connection, source: Dsn) -> None:
                 " JOIN pg_namespace n ON n.oid = c.relnamespace"
             )
         }
-        for (name,) in triggers:
-            target.execute(f"DROP EVENT TRIGGER IF EXISTS {ident(name)}")
-        for (name,) in publications:
-            target.execute(f"DROP PUBLICATION IF EXISTS {ident(name)}")
-        for _, schema, name in relations:
-            kind = _KINDS.get(there.get((schema, name), ""))
-            if kind:
-                target.execute(f"DROP {kind} IF EXISTS {qualified(schema, name)} CASCADE")
+        for kind, name in others:
+            target.execute(f"DROP {kind} IF EXISTS {ident(name)}")
+        for (name,) in target.execute(_SUBSCRIPTIONS).fetchall():
+            if name in subscriptions:
+                _drop_subscription(target, name)
+        _detach(target, spared, found.keys() - spared)
+        for full_name, (is_excluded, is_partition) in found.items():
+            kind = _KINDS.get(there.get(full_name, ""))
+            if kind and not is_excluded and not is_partition:
+                target.execute(f"DROP {kind} IF EXISTS {qualified(*full_name)} CASCADE")
+
+
+def _drop_subscription(target: Connection, name: str) -> None:
+    """Without its slot: on the publisher that is the source's, which goes on to use it."""
+    target.execute(f"ALTER SUBSCRIPTION {ident(name)} DISABLE")
+    target.execute(f"ALTER SUBSCRIPTION {ident(name)} SET (slot_name = NONE)")
+    target.execute(f"DROP SUBSCRIPTION {ident(name)}")
+
+
+def _detach(target: Connection, spared: Collection[Name], dropped: Collection[Name]) -> None:
+    """Part tables that stay from parents that go: DROP TABLE would take them along."""
+    for schema, name, is_partition, *parent in target.execute(_CHILDREN).fetchall():
+        if (schema, name) in spared and tuple(parent) in dropped:
+            child, above = qualified(schema, name), qualified(*parent)
+            target.execute(
+                f"ALTER TABLE {above} DETACH PARTITION {child}"
+                if is_partition
+                else f"ALTER TABLE {child} NO INHERIT {above}"
+            )
+
+
+# Not those of extensions.
+_RELATIONS = f"""
+SELECT c.oid::int8, n.nspname, c.relname, c.relispartition
+  FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
+ WHERE c.relkind IN ('r', 'p', 'v', 'm', 'f') AND {USER_SCHEMA}
+   AND NOT EXISTS (SELECT FROM pg_depend e WHERE e.objid = c.oid
+                   AND e.classid = 'pg_class'::regclass AND e.deptype = 'e')"""
+
+_OTHERS = """
+SELECT 'EVENT TRIGGER', 'pg_event_trigger'::regclass::oid::int8, oid::int8, evtname
+  FROM pg_event_trigger
+UNION ALL
+SELECT 'PUBLICATION', 'pg_publication'::regclass::oid::int8, oid::int8, pubname
+  FROM pg_publication"""
+
+# Filters are not about subscriptions. Their names are what everyone may read.
+_SUBSCRIPTIONS = """
+SELECT s.subname FROM pg_subscription s JOIN pg_database d ON d.oid = s.subdbid
+ WHERE d.datname = current_database()"""
+# pg_dump leaves them out for anyone else: what does not come back is not dropped.
+_RESTORED_SUBSCRIPTIONS = f"{_SUBSCRIPTIONS} AND current_setting('is_superuser') = 'on'"
+
+_CHILDREN = """
+SELECT n.nspname, c.relname, c.relispartition, pn.nspname, p.relname
+  FROM pg_inherits i
+  JOIN pg_class c ON c.oid = i.inhrelid AND c.relkind IN ('r', 'p', 'f')
+  JOIN pg_namespace n ON n.oid = c.relnamespace
+  JOIN pg_class p ON p.oid = i.inhparent
+  JOIN pg_namespace pn ON pn.oid = p.relnamespace"""
 
 
 def set_database_properties(target: Connection, settings: CloneSettings) -> None:

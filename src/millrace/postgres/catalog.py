@@ -465,16 +465,21 @@ def read_schemas(connection: Connection) -> dict[int, str]:
     return {oid: name for oid, name in rows}
 
 
+def owner_of_public(server_version: int) -> int:
+    """The OID of the role to whom initdb gives the schema `public`: before 15 the first superuser,
+    since then the database owner."""
+    return FIRST_SUPERUSER_OID if server_version < 150000 else DATABASE_OWNER_OID
+
+
 def read_schema_owners(connection: Connection) -> dict[int, str]:
-    """The owners of user schemas by the schema's OID, but for a `public` that is as initdb made it:
-    before 15 it is the first superuser's, since then the database owner's."""
-    before_15 = connection.info.server_version < 150000
+    """The owners of user schemas by the schema's OID, but for a `public` that is as initdb made
+    it."""
     rows = connection.execute(
         f"""
         SELECT n.oid::int8, pg_get_userbyid(n.nspowner)
           FROM pg_namespace n
          WHERE {USER_SCHEMA} AND NOT (n.nspname = 'public' AND n.nspowner = %s)""",
-        (FIRST_SUPERUSER_OID if before_15 else DATABASE_OWNER_OID,),
+        (owner_of_public(connection.info.server_version),),
     )
     return {oid: owner for oid, owner in rows}
 

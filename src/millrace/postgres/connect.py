@@ -1,8 +1,8 @@
 """Connections, and server errors turned into ours.
 
 Invariant: every session starts with the settings below, so that what the
-database or role sets (timeouts, date styles, search_path, row security) can
-neither stop the work nor change what a value looks like.
+database or role sets (timeouts, date styles, currency, search_path, row security)
+can neither stop the work nor change what a value looks like.
 
 `row_security = off` makes a query that a policy would filter fail instead of
 returning fewer rows.
@@ -34,6 +34,7 @@ SESSION_SETTINGS = {
     "row_security": "off",
     "datestyle": "ISO, YMD",
     "intervalstyle": "postgres",
+    "lc_monetary": "C",
     "timezone": "UTC",
     "extra_float_digits": "3",
     "bytea_output": "hex",

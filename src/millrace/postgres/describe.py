@@ -204,7 +204,7 @@ def _since(version: int, first: int, column: str) -> str:
 
 def _queries(version: int) -> list[str]:
     return [
-        _SCHEMAS,
+        _schemas(version),
         _TABLES,
         _VIEWS,
         _columns(version),
@@ -220,16 +220,22 @@ def _queries(version: int) -> list[str]:
         _EXTENSIONS,
         _DEFAULT_PRIVILEGES,
         _SUBSCRIPTIONS,
+        *_publication_members(version),
         _OTHERS,
     ]
 
 
-_SCHEMAS = f"""
+def _schemas(version: int) -> str:
+    """A `public` that is as initdb made it has an owner who depends on the version."""
+    return f"""
 SELECT {_key("pg_namespace", "n.oid")},
        'schema', ARRAY[n.nspname]::text[], '', NULL, NULL::text[],
-       pg_get_userbyid(n.nspowner) AS owner, {_grants("n.nspacl", "n.nspowner", "n")}
+       CASE WHEN n.nspname = 'public' AND n.nspowner = {catalog.owner_of_public(version)}
+            THEN 'as initdb made it' ELSE pg_get_userbyid(n.nspowner)::text END AS owner,
+       {_grants("n.nspacl", "n.nspowner", "n")}
   FROM pg_namespace n
  WHERE {USER_SCHEMA} AND {_ours("pg_namespace", "n.oid")}"""
+
 
 _TABLES = f"""
 SELECT {_key("pg_class", "c.oid")},
@@ -534,6 +540,35 @@ SELECT 0, 0, 'subscription', ARRAY[s.subname]::text[], '', NULL, NULL::text[],
        AS publications, s.subslotname::text AS slot, pg_get_userbyid(s.subowner) AS owner
   FROM pg_subscription s JOIN pg_database d ON d.oid = s.subdbid
  WHERE d.datname = current_database()"""
+
+
+# Of FOR ALL TABLES there are none. Our own tables are in publications of ours.
+def _publication_members(version: int) -> list[str]:
+    tables = f"""
+SELECT {_key("pg_publication_rel", "m.oid")},
+       'publication table', ARRAY[p.pubname, n.nspname, c.relname]::text[], '',
+       'publication', ARRAY[p.pubname]::text[]
+       {{more}}
+  FROM pg_publication_rel m
+  JOIN pg_publication p ON p.oid = m.prpubid
+  JOIN pg_class c ON c.oid = m.prrelid
+  JOIN pg_namespace n ON n.oid = c.relnamespace
+ WHERE {USER_SCHEMA}"""
+    if version < 150000:
+        return [tables.format(more=", NULL::text[] AS columns, NULL AS where")]
+    columns = """, (SELECT array_agg(a.attname::text ORDER BY a.attname COLLATE "C")
+          FROM pg_attribute a WHERE a.attrelid = c.oid AND a.attnum = ANY(m.prattrs)) AS columns,
+       pg_get_expr(m.prqual, m.prrelid) AS where"""
+    schemas = f"""
+SELECT {_key("pg_publication_namespace", "m.oid")},
+       'publication schema', ARRAY[p.pubname, n.nspname]::text[], '',
+       'publication', ARRAY[p.pubname]::text[]
+  FROM pg_publication_namespace m
+  JOIN pg_publication p ON p.oid = m.pnpubid
+  JOIN pg_namespace n ON n.oid = m.pnnspid
+ WHERE {USER_SCHEMA}"""
+    return [tables.format(more=columns), schemas]
+
 
 # Whatever else a schema holds: that it is there, and the little that says what it does.
 _OTHERS = f"""

@@ -19,15 +19,6 @@ from millrace.stream.spool_writer import SpoolWriter
 from millrace.stream.work import Share
 
 
-@pytest.fixture(params=[True, False], ids=["binary", "text"])
-def pair(
-    request: pytest.FixtureRequest, source_db: str, target_db: str, tmp_path: Path
-) -> Iterator[StreamPair]:
-    opened = StreamPair(source_db, target_db, tmp_path, binary=request.param)
-    yield opened
-    opened.close()
-
-
 @pytest.fixture
 def text_pair(source_db: str, target_db: str, tmp_path: Path) -> Iterator[StreamPair]:
     opened = StreamPair(source_db, target_db, tmp_path, binary=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,15 +22,6 @@ app.command("transform")(transform)
 @app.callback()
 def stream() -> None:
     """As the other stream commands are."""
-
-
-@pytest.fixture(params=[True, False], ids=["binary", "text"])
-def pair(
-    request: pytest.FixtureRequest, source_db: str, target_db: str, tmp_path: Path
-) -> Iterator[StreamPair]:
-    opened = StreamPair(source_db, target_db, tmp_path, binary=request.param)
-    yield opened
-    opened.close()
 
 
 def printed(directory: Path, *arguments: str) -> str:

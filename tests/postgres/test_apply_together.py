@@ -160,6 +160,22 @@ def test_an_update_that_is_in_a_rows_way_is_skipped_alone(
     assert caplog.text.count("is skipped") == 2
 
 
+def test_a_missing_row_is_not_the_one_that_has_its_key_by_now(pair: StreamPair) -> None:
+    """Skipping: 2 takes the key of 1, which is not there, and 4 can't have its new place."""
+    pair.begin(*DOCUMENT)
+    pair.target.execute("DELETE FROM document WHERE id = 1")
+    pair.target.execute("INSERT INTO document VALUES (99, 'taken', 1, 'theirs')")
+    pair.run(
+        "UPDATE document SET id = 9 WHERE id = 1",
+        "UPDATE document SET id = 1 WHERE id = 2",
+        "UPDATE document SET slug = 'taken' WHERE id = 4",
+    )
+    outcome = pair.follow(on_conflict=OnConflict.SKIP)
+    there = pair.target.execute("SELECT id, slug FROM document ORDER BY id").fetchall()
+    assert there == [(1, "b"), (3, "c"), (4, "d"), (99, "taken")]
+    assert (outcome.applied.updated, outcome.applied.skipped) == (1, 2)
+
+
 def test_a_table_that_one_that_is_not_followed_references_is_emptied(pair: StreamPair) -> None:
     pair.begin(
         "CREATE TABLE a (id int GENERATED ALWAYS AS IDENTITY PRIMARY KEY, v int)",

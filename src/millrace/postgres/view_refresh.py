@@ -32,6 +32,7 @@ SELECT DISTINCT r.ev_class::int8, d.refobjid::int8
   JOIN pg_depend d ON d.classid = 'pg_rewrite'::regclass AND d.objid = r.oid
    AND d.refclassid = 'pg_class'::regclass AND d.refobjid <> r.ev_class
   JOIN pg_class c ON c.oid = r.ev_class AND c.relkind IN ('v', 'm')
+ WHERE r.ev_type = '1'  -- its query, not what it does instead of INSERT
 """
 
 

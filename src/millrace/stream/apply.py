@@ -182,14 +182,15 @@ class Applier:
     def _update_rows(self, plan: TablePlan, groups: Sequence[_Group]) -> list[int]:
         """How many rows of each group were updated."""
         is_key_changed = any(group.rows.is_key_changed for group in groups)
-        # A later group would find rows by keys that an earlier one has given them.
-        must_lift = (is_key_changed and len(groups) > 1) or any(
+        is_identity_new = any(
             self._numbers(group.new_identities)[0] for group in groups if group.new_identities
         )
+        # A later group would find rows by keys that an earlier one has given them.
+        must_lift = is_identity_new or (is_key_changed and len(groups) > 1)
         if not must_lift and not plan.can_trade_values and not is_key_changed:
             return self._set(plan, groups)
         ways = [self._lift] if must_lift else [self._set, self._lift]
-        if self._on_conflict is OnConflict.SKIP:
+        if self._on_conflict is OnConflict.SKIP and not is_identity_new:
             ways.append(self._set_what_can_be)
         execute(self._session, "SAVEPOINT millrace")
         while True:
@@ -220,7 +221,10 @@ class Applier:
         the way."""
         execute(self._session, "SAVEPOINT millrace_part")
         try:
+            # One that was missing must not find a row that has taken its key meanwhile.
             part = f"s.n >= {first} AND s.n < {end}"
+            if group.missing:
+                part += f" AND NOT {group.is_missing}"
             updated = self._touch(plan.update(group.kind, group.columns, part), "UPDATE")
         except ServerError as error:
             if error.facts.get("sqlstate") not in _IN_THE_WAY:

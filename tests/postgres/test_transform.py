@@ -66,6 +66,17 @@ def test_every_kind_of_change_can_be_replayed(pair: StreamPair, tmp_path: Path) 
     assert statements.count("'longlong") == 1  # an unchanged value is not sent again
 
 
+def test_triggers_of_the_target_do_not_fire(pair: StreamPair, tmp_path: Path) -> None:
+    pair.begin(
+        "CREATE TABLE t (id int PRIMARY KEY, v text)",
+        on_target="CREATE FUNCTION stamp() RETURNS trigger LANGUAGE plpgsql AS"
+        " 'BEGIN NEW.v = ''mine''; RETURN NEW; END';"
+        "CREATE TRIGGER stamp BEFORE INSERT OR UPDATE ON t FOR EACH ROW EXECUTE FUNCTION stamp()",
+    )
+    pair.run("INSERT INTO t VALUES (1, 'ünï')", "UPDATE t SET v = 'the source''s' WHERE id = 1")
+    replay(pair, tmp_path)
+
+
 def test_one_of_equal_rows_is_taken(pair: StreamPair, tmp_path: Path) -> None:
     pair.begin(
         "CREATE TABLE loose (b bool, j json, p path, i inet, c char(4), n numeric, t text)",

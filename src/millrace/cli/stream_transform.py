@@ -50,6 +50,9 @@ def transform(
     A statement or a JSON object for each change, between lines for the begin and the commit of each
     transaction, with its xid, its position and its time. Nothing is applied, and nothing is
     removed from the spool. It may be filled, and applied, at the same time.
+
+    The SQL is UTF-8, and keeps triggers from firing: what they did on the source is among the
+    changes. Whoever runs it must be allowed to set session_replication_role.
     """
     # Numba takes half a second: only those who need it wait for it.
     from millrace.stream.change_range import open_change_spool, parse_tables

@@ -1,4 +1,4 @@
-"""The end of a migration: everything applied, sequences set, both sides compared.
+"""The end of a migration: everything applied, sequences set, both sides compared, views filled.
 
 Invariant: it succeeds only if every table is equal after the last change was applied; a difference
 is an error, and nothing is said to be done.

@@ -9,6 +9,8 @@ from pathlib import Path
 import psycopg
 import pytest
 from tests.fixtures.receiving import (
+    BATCHES,
+    NO_BATCHES,
     ReceiveChild,
     Source,
     commit_ends_of,
@@ -25,6 +27,7 @@ from millrace.postgres.pgoutput import (
     decode_relation,
     decode_truncate,
 )
+from millrace.postgres.slot_batch import BatchSizes
 from millrace.stream.changes import iter_changes
 from millrace.stream.receive import receive
 from millrace.stream.spool_reader import SpoolReader
@@ -123,9 +126,10 @@ def _rows(messages: list[bytes]) -> list[bytes]:
     return [message for message in messages if message[:1] in b"IUD"]
 
 
-def test_rows_are_those_of_pgoutput(source: Source, tmp_path: Path) -> None:
+@pytest.mark.parametrize("batches", [NO_BATCHES, BATCHES], ids=["streamed", "in batches"])
+def test_rows_are_those_of_pgoutput(source: Source, tmp_path: Path, batches: BatchSizes) -> None:
     source.execute(*CHANGES)
-    source.receive(tmp_path, binary=False)
+    source.receive(tmp_path, binary=False, batches=batches)
     found, expected = received_messages(tmp_path), source.expected()
     assert _rows(found) == _rows(expected)
     # The source's transactions that changed something that is followed, in order.

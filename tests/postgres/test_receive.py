@@ -17,6 +17,8 @@ import pytest
 from tests.fixtures.changes import Transaction, read_all
 from tests.fixtures.proxy import open_proxy
 from tests.fixtures.receiving import (
+    BATCHES,
+    NO_BATCHES,
     ReceiveChild,
     Source,
     commit_ends_of,
@@ -33,6 +35,7 @@ from millrace.lsn import parse_lsn
 from millrace.postgres.connect import connect
 from millrace.postgres.embedded import Cluster, open_cluster
 from millrace.postgres.pgoutput import encode_frame, scan
+from millrace.postgres.slot_batch import BatchSizes
 from millrace.stream import receive as receive_module
 from millrace.stream.partition import Partitions
 from millrace.stream.plugin import open_plugin
@@ -46,10 +49,12 @@ from millrace.stream.spool_writer import SpoolWriter
 TABLE = "CREATE TABLE t (id int PRIMARY KEY, v text)"
 
 
-@pytest.fixture(params=[16, 18])
+@pytest.fixture(params=["16", "18", "18 in batches"])
 def source(request: pytest.FixtureRequest) -> Iterator[Source]:
-    name = {16: "source_db", 18: "target_db"}[request.param]
-    source = Source(request.getfixturevalue(name), TABLE)
+    version, *in_batches = request.param.split(maxsplit=1)
+    name = {"16": "source_db", "18": "target_db"}[version]
+    batches = BATCHES if in_batches else NO_BATCHES
+    source = Source(request.getfixturevalue(name), TABLE, batches=batches)
     yield source
     source.close()
 
@@ -57,6 +62,13 @@ def source(request: pytest.FixtureRequest) -> Iterator[Source]:
 @pytest.fixture
 def source16(source_db: str) -> Iterator[Source]:
     source = Source(source_db, TABLE)
+    yield source
+    source.close()
+
+
+@pytest.fixture(params=[NO_BATCHES, BATCHES], ids=["streamed", "in batches"])
+def either16(request: pytest.FixtureRequest, source_db: str) -> Iterator[Source]:
+    source = Source(source_db, TABLE, batches=request.param)
     yield source
     source.close()
 
@@ -138,9 +150,9 @@ def test_slot_position_does_not_move_before_fsync(source: Source, tmp_path: Path
     ],
 )
 def test_killed_anywhere_it_goes_on_without_loss(
-    source16: Source, tmp_path: Path, point: str
+    either16: Source, tmp_path: Path, point: str
 ) -> None:
-    source = source16
+    source = either16
     directory = tmp_path / "dir"
     marker = tmp_path / "marker"
     for turn in range(3):
@@ -152,10 +164,13 @@ def test_killed_anywhere_it_goes_on_without_loss(
             directory,
             endpos=source.lsn(),
             failpoints=f"{point}=kill@{marker}",
+            batches=source.batches,
         )
         assert child.exit_status() == -signal.SIGKILL
     wait_for(lambda: not source.scalar(_IS_ACTIVE.format(source.slot)))
-    ReceiveChild(source.uri, source.slot, directory, endpos=source.lsn()).outcome()
+    ReceiveChild(
+        source.uri, source.slot, directory, endpos=source.lsn(), batches=source.batches
+    ).outcome()
     _assert_as_sent(source, directory)
 
 
@@ -165,9 +180,9 @@ _IS_ACTIVE = "SELECT active FROM pg_replication_slots WHERE slot_name = '{}'"
 @pytest.mark.parametrize("cut_after", [5_000, 100_000, 1_000_000])
 @pytest.mark.parametrize("side", ["server", "client"])
 def test_a_cut_wire_is_connected_again(
-    source_cluster: Cluster, source16: Source, tmp_path: Path, cut_after: int, side: str
+    source_cluster: Cluster, either16: Source, tmp_path: Path, cut_after: int, side: str
 ) -> None:
-    source = source16
+    source = either16
     if side == "client":
         cut_after //= 50
     _insert(source, 1, 20_000, per_transaction=500)
@@ -314,14 +329,14 @@ def test_an_idle_database_still_advances(
 
 
 def test_a_full_spool_holds_the_receiver_back(
-    source16: Source,
+    either16: Source,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(receive_module, "CONTROL_SECONDS", 0.02)
     caplog.set_level("INFO", logger="millrace")
-    source = source16
+    source = either16
     limit = 300_000
     with (
         Sentinel(tmp_path) as sentinel,
@@ -350,8 +365,8 @@ def _last_end(source: Source) -> int:
     return commit_ends_of(source.expected())[-1]
 
 
-def test_a_transaction_larger_than_the_limit_passes(source16: Source, tmp_path: Path) -> None:
-    source = source16
+def test_a_transaction_larger_than_the_limit_passes(either16: Source, tmp_path: Path) -> None:
+    source = either16
     _insert(source, 1, 20_000, per_transaction=20_000)
     with Sentinel(tmp_path) as sentinel, SpoolWriter(tmp_path) as spool:
         settings = source.settings(max_spool_bytes=100_000, endpos=source.lsn())
@@ -359,8 +374,8 @@ def test_a_transaction_larger_than_the_limit_passes(source16: Source, tmp_path: 
     _assert_as_sent(source, tmp_path)
 
 
-def test_prefetch_off_holds_and_on_goes_on(source16: Source, tmp_path: Path) -> None:
-    source = source16
+def test_prefetch_off_holds_and_on_goes_on(either16: Source, tmp_path: Path) -> None:
+    source = either16
     with Sentinel(tmp_path) as sentinel, SpoolWriter(tmp_path) as spool:
         sentinel.set_prefetch(False)
         with receiving(source.settings(), spool, sentinel):
@@ -373,8 +388,8 @@ def test_prefetch_off_holds_and_on_goes_on(source16: Source, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_a_value_of_200_megabytes_passes(source16: Source, tmp_path: Path) -> None:
-    source = source16
+def test_a_value_of_200_megabytes_passes(either16: Source, tmp_path: Path) -> None:
+    source = either16
     _insert(source, 1, 2)
     source.execute("INSERT INTO t VALUES (100, repeat('x', 200 * 1024 * 1024))")
     _insert(source, 3, 2)
@@ -520,10 +535,11 @@ def test_an_invalidated_slot_is_lost(tmp_path: Path) -> None:
         source.close()
 
 
-def test_an_encrypted_connection_gives_the_same_frames(tmp_path: Path) -> None:
+@pytest.mark.parametrize("batches", [NO_BATCHES, BATCHES], ids=["streamed", "in batches"])
+def test_an_encrypted_connection_gives_the_same_frames(tmp_path: Path, batches: BatchSizes) -> None:
     with open_tls_cluster() as cluster:
         cluster.create_database("s")
-        source = Source(tls_uri(cluster, "s"), TABLE)
+        source = Source(tls_uri(cluster, "s"), TABLE, batches=batches)
         assert source.connection.pgconn.ssl_in_use
         _insert(source, 1, 20_000, per_transaction=1000)
         source.execute("INSERT INTO t VALUES (-1, repeat('x', 10 * 1024 * 1024))")

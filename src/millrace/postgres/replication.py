@@ -4,8 +4,10 @@ Invariant: what `read` puts into the buffer are the bytes of the server's CopyDa
 order, with nothing between them; every other message is an error, or is dropped as of no interest.
 
 libpq connects (TLS, passfiles, service files work). If the connection is not encrypted, the socket
-is then read directly: START_REPLICATION is sent by us, so libpq has read nothing of the stream. An
+is then read directly: the command is sent by us, so libpq has read nothing of the stream. An
 encrypted connection is read message by message through libpq, which gives the same frames.
+
+`slot_batch` reads a slot in another way, as the same kind of stream.
 
 Facts: PostgreSQL documentation, "Streaming Replication Protocol"; walsender.c.
 """
@@ -25,7 +27,7 @@ from typing import Final, Protocol
 import numpy as np
 from psycopg import Error as PsycopgError
 from psycopg import pq
-from psycopg.pq.abc import PGconn, PGresult
+from psycopg.pq.abc import PGconn
 
 from millrace.config.dsn import Dsn
 from millrace.errors import ConnectionLost, FormatError, MillraceError
@@ -52,6 +54,8 @@ SILENCE_SECONDS: Final = 120.0
 
 # How long a server gets to end a stream that we end.
 GOODBYE_SECONDS: Final = 1.0
+
+COPY_DONE: Final = b"c\0\0\0\4"
 
 # Notices, changed parameters and notifications have no meaning here.
 _IGNORED = b"NSA"
@@ -80,11 +84,16 @@ class FrameBuffer:
     def scan(self, *, any_kind: bool = False) -> Messages:
         """The messages in it; grows if not even one frame fits."""
         messages = scan(self._array, self.filled, stop_at_other=True, any_kind=any_kind)
-        if messages.consumed == 0 and self.is_full and not messages.is_over:
-            self._grow(1 + int.from_bytes(self._array[1:5].tobytes(), "big"))
+        if messages.consumed == 0 and not messages.is_over:
+            self.make_room()
         return messages
 
-    def put(self, data: bytes) -> None:
+    def make_room(self) -> None:
+        """Grow, if it is full with not even one frame."""
+        if self.is_full:
+            self._grow(1 + int.from_bytes(self._array[1:5].tobytes(), "big"))
+
+    def put(self, data: bytes | memoryview) -> None:
         """Add bytes, however many."""
         needed = self.filled + len(data)
         if needed > len(self._array):
@@ -112,7 +121,10 @@ class FrameBuffer:
 
 
 class ReplicationStream(Protocol):
-    """A connection in the middle of START_REPLICATION."""
+    """The changes of a slot, as frames."""
+
+    # Nothing more comes until this position is confirmed.
+    awaited_lsn: int | None
 
     def read(self, buffer: FrameBuffer) -> int:
         """Take what is there now; how many bytes that was."""
@@ -120,8 +132,9 @@ class ReplicationStream(Protocol):
     def wait(self, seconds: float) -> bool:
         """Whether there is something to read within that time."""
 
-    def send(self, message: bytes) -> None:
-        """Send the contents of a CopyData message, as soon as the server takes it."""
+    def confirm(self, written_lsn: int, flushed_lsn: int, *, reply_requested: bool) -> None:
+        """Tell the server how far we are, as soon as it listens; it may forget what is before
+        `flushed_lsn`."""
 
     def close(self) -> None: ...
 
@@ -156,15 +169,27 @@ def start_replication(
     pairs = ", ".join(f"{ident(name)} {_option(value)}" for name, value in options.items())
     command = f"START_REPLICATION SLOT {ident(slot)} LOGICAL {render_lsn(start_lsn)}"
     command += f" ({pairs})" if pairs else ""
-    if connection.ssl_in_use or connection.used_gssapi:
-        return _LibpqStream(connection, slot, command)
-    return _RawStream(connection, slot, command)
+    stream = send_copy(connection, slot, command)
+    try:
+        stream.wait_for_start()
+    except BaseException:
+        stream.close()
+        raise
+    return stream
 
 
-def encode_feedback(write_lsn: int, flush_lsn: int, *, reply_requested: bool) -> bytes:
-    """Standby status update: the source may forget what is before `flush_lsn`."""
+def send_copy(connection: PGconn, slot: str, command: str) -> CopyStream:
+    """Send a command that answers with CopyData; the connection belongs to the stream from here
+    on. Before the data, or instead, there may be other messages."""
+    is_encrypted = connection.ssl_in_use or connection.used_gssapi
+    return (_LibpqStream if is_encrypted else _RawStream)(connection, slot, command)
+
+
+def _encode_feedback(written_lsn: int, flushed_lsn: int, *, reply_requested: bool) -> bytes:
+    """Standby status update."""
     now = time.time_ns() // 1000 - MICROSECONDS_1970_TO_2000
-    return struct.pack(">cQQQqB", b"r", write_lsn, flush_lsn, flush_lsn, now, reply_requested)
+    positions = written_lsn, flushed_lsn, flushed_lsn
+    return struct.pack(">cQQQqB", b"r", *positions, now, reply_requested)
 
 
 @dataclass(frozen=True)
@@ -178,6 +203,8 @@ class _Message:
 class _RawStream:
     """Frames straight from the socket."""
 
+    awaited_lsn: int | None = None
+
     def __init__(self, connection: PGconn, slot: str, command: str) -> None:
         self._connection = connection
         self._slot = slot
@@ -186,8 +213,8 @@ class _RawStream:
         self._socket.setblocking(False)
         self._early = b""
         try:
-            self._push(b"Q" + struct.pack(">I", len(command) + 5) + command.encode() + b"\0")
-            self._wait_for_start()
+            query = command.encode()
+            self._push(b"Q" + struct.pack(">I", len(query) + 5) + query + b"\0")
         except BaseException:
             self.close()
             raise
@@ -221,14 +248,15 @@ class _RawStream:
         poller.register(self._socket, select.POLLIN | (select.POLLOUT if self._unsent else 0))
         return bool(poller.poll(seconds * 1000))
 
-    def send(self, message: bytes) -> None:
+    def confirm(self, written_lsn: int, flushed_lsn: int, *, reply_requested: bool) -> None:
         if not self._unsent:  # an older one still waits: the next will say as much
+            message = _encode_feedback(written_lsn, flushed_lsn, reply_requested=reply_requested)
             self._push(b"d" + struct.pack(">I", len(message) + 4) + message)
 
     def close(self) -> None:
         """Hang up, and wait a moment for the server to let go of the slot."""
         with suppress(OSError):
-            self._socket.send(b"c\0\0\0\4X\0\0\0\4")
+            self._socket.send(COPY_DONE + b"X\0\0\0\4")
             until = time.monotonic() + GOODBYE_SECONDS
             while (left := until - time.monotonic()) > 0:
                 if self.wait(left) and not self._socket.recv(BUFFER_BYTES):
@@ -250,7 +278,7 @@ class _RawStream:
                 raise _lost(str(error)) from None
             self._unsent = self._unsent[sent:]
 
-    def _wait_for_start(self) -> None:
+    def wait_for_start(self) -> None:
         """Read up to CopyBothResponse; anything after it is the stream's beginning."""
         data = b""
         deadline = time.monotonic() + SILENCE_SECONDS
@@ -283,27 +311,26 @@ class _RawStream:
 class _LibpqStream:
     """Frames made of what libpq hands over: for encrypted connections."""
 
+    awaited_lsn: int | None = None
+
     def __init__(self, connection: PGconn, slot: str, command: str) -> None:
         self._connection = connection
         self._slot = slot
+        self._has_started = False
         try:
             connection.send_query(command.encode())
-            result = self._first_result()
-            if result.status != pq.ExecStatus.COPY_BOTH:
-                raise slot_error(result_error(result, f"streaming from slot {slot}"), slot)
             connection.nonblocking = 1
         except PsycopgError as error:
             self.close()
             raise _lost(str(error).strip()) from None
-        except BaseException:
-            self.close()
-            raise
 
     def read(self, buffer: FrameBuffer) -> int:
         before = buffer.filled
         try:
             self._connection.flush()
             self._connection.consume_input()
+            if not self._has_started and not self._start():
+                return 0
             while buffer.filled - before < BUFFER_BYTES:
                 size, data = self._connection.get_copy_data(1)
                 if size == 0:
@@ -313,9 +340,9 @@ class _LibpqStream:
                     self._connection.consume_input()
                     continue
                 if size < 0:
-                    if buffer.filled > before:
-                        break  # the next call meets the end again
-                    self._end()
+                    if buffer.filled == before:
+                        self._end(buffer)
+                    break  # the next call meets the end again
                 buffer.put(b"d" + struct.pack(">I", size + 4) + bytes(data))
         except PsycopgError as error:
             if buffer.filled == before:
@@ -330,7 +357,8 @@ class _LibpqStream:
             raise _lost(str(error).strip()) from None
         return bool(poller.poll(seconds * 1000))
 
-    def send(self, message: bytes) -> None:
+    def confirm(self, written_lsn: int, flushed_lsn: int, *, reply_requested: bool) -> None:
+        message = _encode_feedback(written_lsn, flushed_lsn, reply_requested=reply_requested)
         try:
             self._connection.put_copy_data(message)
             self._connection.flush()
@@ -343,26 +371,40 @@ class _LibpqStream:
             self._connection.flush()
         self._connection.finish()
 
-    def _first_result(self) -> PGresult:
-        while self._connection.is_busy():
-            if not self.wait(SILENCE_SECONDS):
-                raise _lost("the server does not answer")
-            self._connection.consume_input()
+    def wait_for_start(self) -> None:
+        try:
+            while not self._start():
+                if not self.wait(SILENCE_SECONDS):
+                    raise _lost("the server does not answer")
+                self._connection.consume_input()
+        except PsycopgError as error:
+            raise _lost(str(error).strip()) from None
+
+    def _start(self) -> bool:
+        """Whether the server has agreed, as far as we know."""
+        if self._connection.is_busy():
+            return False
         result = self._connection.get_result()
         if result is None:
             raise _lost("the server closed the connection")
-        return result
+        if result.status not in (pq.ExecStatus.COPY_BOTH, pq.ExecStatus.COPY_OUT):
+            raise slot_error(result_error(result, f"streaming from slot {self._slot}"), self._slot)
+        self._has_started = True
+        return True
 
-    def _end(self) -> None:
-        """The server ended the stream: its error, or a connection lost."""
+    def _end(self, buffer: FrameBuffer) -> None:
+        """The server ended the stream: its error, or the message that says so."""
         for result in drain(self._connection):
             if result.status == pq.ExecStatus.FATAL_ERROR:
                 error = result_error(result, f"streaming from slot {self._slot}")
                 raise slot_error(error, self._slot)
-        raise _lost("the server ended the stream")
+        buffer.put(COPY_DONE)
 
 
-def take_other_message(buffer: FrameBuffer, slot: str) -> bool:
+CopyStream = _RawStream | _LibpqStream
+
+
+def take_other_message(buffer: FrameBuffer, slot: str, also_ignored: bytes = b"") -> bool:
     """Deal with a message at the start of the buffer that is not CopyData: drop it, or raise what
     it means. False if it has not come whole."""
     head = buffer.view(min(5, buffer.filled)).tobytes()
@@ -373,7 +415,7 @@ def take_other_message(buffer: FrameBuffer, slot: str) -> bool:
         raise FormatError(f"replication stream: expected a message, found {head.hex(' ')}")
     if buffer.filled < size:
         return False
-    if head[:1] not in _IGNORED:
+    if head[:1] not in _IGNORED + also_ignored:
         raise stream_error(_Message(head[:1], buffer.view(size)[5:].tobytes()), slot)
     buffer.drop(size)
     return True

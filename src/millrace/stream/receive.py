@@ -25,7 +25,7 @@ import numpy as np
 from millrace import failpoint
 from millrace.config.dsn import Dsn
 from millrace.config.size import render_size
-from millrace.errors import ConnectionLost, InvariantError, MillraceError, ServerError
+from millrace.errors import ConnectionLost, InvariantError, MillraceError, ServerError, SlotLost
 from millrace.lsn import render_lsn
 from millrace.postgres.connect import connect, translated
 from millrace.postgres.pgoutput import FRAME_HEADER_BYTES, Messages
@@ -33,18 +33,18 @@ from millrace.postgres.replication import (
     SILENCE_SECONDS,
     FrameBuffer,
     ReplicationStream,
-    encode_feedback,
     open_replication,
     read_system_identifier,
     start_replication,
     take_other_message,
 )
-from millrace.postgres.slot import OBJECT_IN_USE, slot_lost
-from millrace.retry import is_transient, iter_pauses
+from millrace.postgres.slot import slot_lost
+from millrace.postgres.slot_batch import BatchSizes, BatchStream
 from millrace.stream.partition import Partitions
+from millrace.stream.patience import GIVE_UP_SECONDS, Patience, may_retry
 from millrace.stream.plugin import Plugin, UnsafeBinary, open_plugin
 from millrace.stream.sentinel import Sentinel
-from millrace.stream.slot import read_slot, require_slot
+from millrace.stream.slot import SlotState, read_slot, require_slot
 from millrace.stream.spool import Writer
 
 log = logging.getLogger(__name__)
@@ -73,13 +73,10 @@ GATHER_SECONDS = 0.01
 # An idle source's position is written down this often; asking for a reply does it at once.
 IDLE_SECONDS = 10.0
 SLOT_LAG_SECONDS = 30.0
+# After so much has come by the protocol, and if so much is still there, it is done in batches.
+LOOK_BYTES = 64 * 1024 * 1024
 # After the limit of the spool, reading begins again when this share of it is free.
 FREE_SHARE = 0.1
-# A source that does not come back for so long is not coming back.
-GIVE_UP_SECONDS = 3600.0
-# A connection that lasted so long was a good one: the pauses begin small again.
-STEADY_SECONDS = 10.0
-
 _PAGE_BYTES = 8192
 _PAGE_HEADER_BYTES = 40
 _BEGIN, _COMMIT = ord("B"), ord("C")
@@ -100,6 +97,7 @@ class ReceiveSettings:
     max_slot_lag_bytes: int | None = None
     # False keeps to text, whatever the types.
     binary: bool = True
+    batches: BatchSizes = field(default_factory=BatchSizes)
     give_up_seconds: float = GIVE_UP_SECONDS
 
 
@@ -140,44 +138,6 @@ class _Clock:
     unsynced: float | None = None
 
 
-class _Patience:
-    """How long a source that does not answer is waited for."""
-
-    def __init__(self, give_up_seconds: float) -> None:
-        self._give_up_seconds = give_up_seconds
-        self._pauses = iter_pauses()
-        self._lost_at: float | None = None
-        self._connected_at: float | None = None
-        self._was_connected = False
-
-    def connected(self) -> None:
-        self._connected_at = time.monotonic()
-        self._was_connected = True
-
-    def after(self, error: MillraceError) -> float:
-        """Seconds to wait before the next attempt, or the error again.
-
-        A source that was never there gets the few attempts that anything gets.
-        """
-        if not _may_retry(error):
-            raise error
-        now = time.monotonic()
-        if self._connected_at is not None:
-            self._lost_at = now
-            if now - self._connected_at > STEADY_SECONDS:
-                self._pauses = iter_pauses(1 << 30)
-            self._connected_at = None
-        if self._lost_at is not None and now - self._lost_at > self._give_up_seconds:
-            raise error
-        pause = next(self._pauses, None)
-        if pause is None and self._was_connected:
-            self._pauses = iter_pauses(1 << 30)
-            pause = next(self._pauses)
-        if pause is None:
-            raise error
-        return pause
-
-
 def receive(
     settings: ReceiveSettings,
     spool: Writer,
@@ -207,7 +167,7 @@ class _Receiver:
         self._on_progress = on_progress
         self._buffer = FrameBuffer()
         self._clock = _Clock()
-        self._patience = _Patience(settings.give_up_seconds)
+        self._patience = Patience(settings.give_up_seconds)
         self._binary = settings.binary
         self._endpos = settings.endpos
         self._prefetch = True
@@ -221,6 +181,11 @@ class _Receiver:
         # From a keepalive after which no transaction is open; not yet in the spool.
         self._idle_lsn = 0
         self._partitions = Partitions(settings.encoding)
+        # False when batches broke off or have come to their end: the protocol has its turn.
+        self._may_batch = True
+        # Since it was looked how far the source is ahead; and whether a transaction just ended.
+        self._streamed_bytes = 0
+        self._has_commit = False
 
     def run(self) -> Received:
         """Connect, stream, and connect again after what can go away."""
@@ -228,9 +193,9 @@ class _Receiver:
         while not self._stop.is_set():
             try:
                 self._read_control()
-                if not self._is_done():
-                    self._connect_and_stream()
-                break
+                if self._is_done():
+                    break
+                self._connect_and_stream()
             except UnsafeBinary as error:
                 log.info("%s: going on in text", error)
                 self._binary = False
@@ -274,19 +239,65 @@ class _Receiver:
         except BaseException:
             connection.finish()
             raise
-        stream = start_replication(
-            connection, settings.slot, self._spool.complete_lsn, plugin.options
+        log.info(
+            "receiving from slot %s after %s, %s",
+            settings.slot,
+            render_lsn(self._spool.complete_lsn),
+            plugin.describe(),
         )
+        if self._may_batch and not self._held and self._is_far_behind(state):
+            connection.finish()
+            self._catch_up(plugin)
+            return
+        start_lsn = self._spool.complete_lsn
+        stream = start_replication(connection, settings.slot, start_lsn, plugin.options)
+        self._run_stream(stream, plugin, self._should_batch)
+
+    def _catch_up(self, plugin: Plugin) -> None:
+        """Batches, as long as they are of use; what they meet is met by the protocol as well, or
+        was theirs alone."""
+        settings = self._settings
+        self._may_batch = False
         try:
-            log.info(
-                "receiving from slot %s after %s, %s",
+            batches = BatchStream(
+                settings.source,
                 settings.slot,
-                render_lsn(self._spool.complete_lsn),
-                plugin.describe(),
+                self._spool.complete_lsn,
+                plugin.options,
+                encoding=settings.encoding,
+                sizes=settings.batches,
+                endpos=self._endpos,
             )
+            self._run_stream(batches, plugin, lambda: batches.is_over or bool(self._held))
+        except ServerError as error:
+            if isinstance(error, SlotLost) or may_retry(error):
+                raise
+            log.warning("%s; going on by the replication protocol", error)
+
+    def _should_batch(self) -> bool:
+        """Every so many bytes: whether the protocol falls behind what the source writes. Not in
+        the middle of a long transaction, which would be sent again."""
+        if self._streamed_bytes < LOOK_BYTES or not self._has_commit:
+            return False
+        self._streamed_bytes = 0
+        with connect(self._settings.source, "receive") as catalog:
+            state = read_slot(catalog, self._settings.slot)
+        self._may_batch = state is not None and self._is_far_behind(state, LOOK_BYTES)
+        return self._may_batch
+
+    def _is_far_behind(self, state: SlotState, by_bytes: int = 0) -> bool:
+        begin_lsn, wal_lsn = self._spool.complete_lsn, state.restart_lsn + state.lag_bytes
+        end_lsn = self._settings.batches.end_of(begin_lsn, state.restart_lsn, wal_lsn, by_bytes)
+        return end_lsn is not None and wal_lsn - begin_lsn >= by_bytes
+
+    def _run_stream(
+        self, stream: ReplicationStream, plugin: Plugin, is_over: Callable[[], bool]
+    ) -> None:
+        try:
             self._clock = _Clock(heard=time.monotonic())
             self._patience.connected()
-            self._stream(stream, plugin)
+            self._streamed_bytes = 0
+            self._stream(stream, plugin, is_over)
         finally:
             stream.close()
 
@@ -324,16 +335,19 @@ class _Receiver:
                 hint="check --source and --dir",
             )
 
-    def _stream(self, stream: ReplicationStream, plugin: Plugin) -> None:
-        """Everything between START_REPLICATION and its end."""
+    def _stream(
+        self, stream: ReplicationStream, plugin: Plugin, is_over: Callable[[], bool]
+    ) -> None:
+        """Everything between the begin of a stream and its end."""
         while True:
             self._read_control()
             received = 0 if self._held else self._gather(stream)
             if received:
                 self._clock.heard = time.monotonic()
+                self._streamed_bytes += received
                 self._take(plugin)
             self._sync_if_due(is_quiet=received == 0)
-            if self._is_done() or self._stop.is_set():
+            if self._is_done() or self._stop.is_set() or is_over():
                 self._finish(stream)
                 return
             self._feedback_if_due(stream)
@@ -361,7 +375,7 @@ class _Receiver:
         if self._held:
             time.sleep(CONTROL_SECONDS)
             return
-        if now - clock.heard > SILENCE_SECONDS:
+        if now - clock.heard > SILENCE_SECONDS and stream.awaited_lsn is None:
             raise ConnectionLost("receiving from the source: it is silent", sqlstate=None)
         pause = CONTROL_SECONDS
         if self._endpos is not None:
@@ -392,6 +406,7 @@ class _Receiver:
     def _append(self, frames: memoryview, messages: Messages) -> None:
         taken = self._before_endpos(frames, messages)
         if len(taken):
+            self._has_commit = bool((taken.kind == _COMMIT).any())
             self._spool.append(frames[: taken.consumed], taken)
             self._received_lsn = max(self._received_lsn, int(taken.lsn.max()))
             now = time.monotonic()
@@ -485,7 +500,8 @@ class _Receiver:
         clock = self._clock
         now = time.monotonic()
         is_asking = self._endpos is not None and now - clock.ask >= clock.ask_pause
-        if not is_asking and now - clock.feedback < FEEDBACK_SECONDS:
+        is_awaited = stream.awaited_lsn is not None and self._durable_lsn >= stream.awaited_lsn
+        if not is_asking and not is_awaited and now - clock.feedback < FEEDBACK_SECONDS:
             return
         self._send_feedback(stream, reply_requested=is_asking)
         clock.feedback = now
@@ -498,11 +514,8 @@ class _Receiver:
         if durable > self._spool.complete_lsn:
             raise InvariantError("the spool is said to be on disk beyond its end")
         failpoint.hit("receive.before_feedback")
-        stream.send(
-            encode_feedback(
-                max(self._received_lsn, durable), durable, reply_requested=reply_requested
-            )
-        )
+        received = max(self._received_lsn, durable)
+        stream.confirm(received, durable, reply_requested=reply_requested)
         failpoint.hit("receive.after_feedback")
         self._report(durable)
 
@@ -595,11 +608,6 @@ class _Receiver:
         until = time.monotonic() + seconds
         while time.monotonic() < until and not self._stop.is_set():
             time.sleep(min(0.1, seconds))
-
-
-def _may_retry(error: MillraceError) -> bool:
-    """A slot in use is left by a walsender that does not know yet that its receiver is gone."""
-    return is_transient(error) or error.facts.get("sqlstate") == OBJECT_IN_USE
 
 
 def _is_past(lsn: int, endpos: int) -> bool:

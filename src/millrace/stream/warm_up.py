@@ -29,6 +29,7 @@ from millrace.postgres.pgoutput import (
     whole_frames,
 )
 from millrace.postgres.pgoutput_tuple import locate
+from millrace.postgres.slot_batch import make_frames
 from millrace.stream.fold import fold
 
 
@@ -43,6 +44,7 @@ def warm_up(argument: int = 0, attempt: int = 0) -> int:
     buffer = np.frombuffer(b"".join(encode_frame(one, 1) for one in messages), np.uint8)
     found = scan(buffer, len(buffer))
     whole_frames(buffer, len(buffer))
+    make_frames(np.empty(0, np.uint8))
     rows = locate(buffer, found.kind, found.offset, found.length, found.lsn, 2)
     key, both = np.array([0], np.int64), np.array([0, 1], np.int64)
     fold(rows, key, is_multiset=False)

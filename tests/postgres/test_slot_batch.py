@@ -1,0 +1,288 @@
+"""Catching up in batches: the same messages as by the replication protocol, each once."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psycopg
+import pytest
+from tests.fixtures.receiving import (
+    BATCHES,
+    NO_BATCHES,
+    Source,
+    commit_ends_of,
+    received_messages,
+    receiving,
+    without_relations,
+)
+from tests.fixtures.wait import wait_for
+
+from millrace.errors import ServerError
+from millrace.postgres import slot_batch
+from millrace.postgres.embedded import Cluster
+from millrace.postgres.replication import CopyStream, FrameBuffer
+from millrace.postgres.slot_batch import BatchSizes, BatchStream
+from millrace.stream import receive as receive_module
+from millrace.stream.publication import publication_names
+from millrace.stream.spool_writer import SpoolWriter
+
+TABLE = "CREATE TABLE t (id int PRIMARY KEY, v text)"
+MEGABYTE = 1024 * 1024
+
+
+@pytest.fixture
+def source(source_db: str) -> Iterator[Source]:
+    source = Source(source_db, TABLE, batches=BATCHES)
+    yield source
+    source.close()
+
+
+@pytest.fixture
+def told(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    caplog.set_level("INFO", logger="millrace")
+    return caplog
+
+
+def _update(source: Source, rows: int, times: int = 1) -> None:
+    source.execute(
+        *[
+            f"INSERT INTO t SELECT i, '{turn} ' || i FROM generate_series(1, {rows}) AS i"
+            " ON CONFLICT (id) DO UPDATE SET v = excluded.v"
+            for turn in range(times)
+        ]
+    )
+
+
+def _assert_as_sent(source: Source, directory: Path) -> None:
+    found = without_relations(received_messages(directory))
+    assert found == without_relations(source.expected(binary=True))
+
+
+def _batches(told: pytest.LogCaptureFixture) -> int:
+    return told.text.count("catching up")
+
+
+def test_batches_grow_and_hold_everything(
+    source: Source, tmp_path: Path, told: pytest.LogCaptureFixture
+) -> None:
+    _update(source, 1000, times=30)
+    received = source.receive(tmp_path)
+    assert 3 <= _batches(told) < 15
+    assert received.reached_endpos
+    assert source.confirmed_lsn() == received.complete_lsn
+    _assert_as_sent(source, tmp_path)
+
+
+def test_a_transaction_that_is_open_over_many_batches_comes_once(
+    source: Source, tmp_path: Path, told: pytest.LogCaptureFixture
+) -> None:
+    with psycopg.connect(source.uri) as long:
+        long.execute("SET synchronous_commit = on")
+        long.execute("INSERT INTO t SELECT -i, 'long' FROM generate_series(1, 500) AS i")
+        _update(source, 1000, times=10)
+        source.receive(tmp_path)
+        assert _batches(told) >= 2
+        long.execute("INSERT INTO t SELECT -i, 'long' FROM generate_series(501, 1000) AS i")
+        _update(source, 1000, times=10)
+    source.receive(tmp_path)
+    _assert_as_sent(source, tmp_path)
+
+
+def test_what_is_written_meanwhile_is_not_missed(source: Source, tmp_path: Path) -> None:
+    is_over = threading.Event()
+
+    def write(first: int) -> None:
+        with psycopg.connect(source.uri, autocommit=True) as connection:
+            connection.execute("SET synchronous_commit = on")
+            for number in itertools.count(first, 10):
+                if is_over.is_set():
+                    return
+                connection.execute("INSERT INTO t VALUES (%s, 'x')", (number,))
+
+    writers = [threading.Thread(target=write, args=(first,)) for first in (-100_000, -99_999)]
+    for writer in writers:
+        writer.start()
+    try:
+        for _ in range(5):
+            source.receive(tmp_path)
+            time.sleep(0.1)
+    finally:
+        is_over.set()
+        for writer in writers:
+            writer.join()
+    source.receive(tmp_path)
+    _assert_as_sent(source, tmp_path)
+
+
+def test_who_falls_behind_the_protocol_goes_on_in_batches(
+    source: Source,
+    tmp_path: Path,
+    told: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(receive_module, "LOOK_BYTES", 200_000)
+    with SpoolWriter(tmp_path) as spool, receiving(source.settings(), spool):
+        wait_for(lambda: source.scalar(f"SELECT active FROM {_SLOT.format(source.slot)}"))
+        before = _batches(told)
+        _update(source, 1000, times=100)
+        end = commit_ends_of(source.expected())[-1]
+        wait_for(lambda: spool.durable_lsn >= end)
+        assert _batches(told) > before
+    _assert_as_sent(source, tmp_path)
+
+
+_SLOT = "pg_replication_slots WHERE slot_name = '{}'"
+
+
+def test_a_source_that_refuses_a_batch_is_asked_by_the_protocol(
+    source: Source, tmp_path: Path, told: pytest.LogCaptureFixture
+) -> None:
+    database = source.scalar("SELECT current_database()")
+    source.execute(f"ALTER DATABASE {database} SET temp_file_limit = '64kB'")
+    source.execute(f"ALTER DATABASE {database} SET work_mem = '64kB'")
+    _update(source, 20_000)
+    assert source.receive(tmp_path).reached_endpos
+    assert "temporary file size exceeds" in told.text
+    assert "going on by the replication protocol" in told.text
+    _assert_as_sent(source, tmp_path)
+
+
+def test_a_batch_whose_session_is_ended_comes_again(
+    source: Source, tmp_path: Path, told: pytest.LogCaptureFixture
+) -> None:
+    _update(source, 200_000)
+    end = source.lsn()
+    with SpoolWriter(tmp_path) as spool, receiving(source.settings(endpos=end), spool) as thread:
+        wait_for(
+            lambda: source.scalar(
+                "SELECT count(pg_terminate_backend(pid)) > 0 FROM pg_stat_activity"
+                " WHERE query LIKE 'COPY%peek%' AND pid <> pg_backend_pid()"
+                " AND datname = current_database()"
+            )
+        )
+        thread.join(60)
+    assert "trying again" in told.text
+    _assert_as_sent(source, tmp_path)
+
+
+def test_who_is_stopped_in_a_batch_lets_go_of_the_slot(source: Source, tmp_path: Path) -> None:
+    _update(source, 200_000)
+    with SpoolWriter(tmp_path) as spool:
+        with receiving(source.settings(), spool):
+            wait_for(lambda: source.scalar(f"SELECT active FROM {_SLOT.format(source.slot)}"))
+        assert not source.scalar(f"SELECT active FROM {_SLOT.format(source.slot)}")
+    source.receive(tmp_path)
+    _assert_as_sent(source, tmp_path)
+
+
+def test_a_slot_that_is_in_use_is_an_error(source: Source, tmp_path: Path) -> None:
+    _update(source, 1000)
+    with (
+        SpoolWriter(tmp_path) as spool,
+        receiving(source.settings(batches=NO_BATCHES), spool),
+    ):
+        wait_for(lambda: source.scalar(f"SELECT active FROM {_SLOT.format(source.slot)}"))
+        with pytest.raises(ServerError, match="is active"):
+            _drain(source, source.created.start_lsn)
+
+
+def test_values_larger_than_the_buffer_pass(source: Source, tmp_path: Path) -> None:
+    source.execute(f"INSERT INTO t VALUES (1, repeat('x', {20 * MEGABYTE})), (2, 'small')")
+    source.receive(tmp_path)
+    _assert_as_sent(source, tmp_path)
+
+
+def test_an_old_server_gives_the_same(
+    system_cluster: Cluster, tmp_path: Path, told: pytest.LogCaptureFixture
+) -> None:
+    source = Source(system_cluster.create_database("batches"), TABLE, batches=BATCHES)
+    _update(source, 1000, times=10)
+    source.receive(tmp_path)
+    assert _batches(told) >= 2
+    _assert_as_sent(source, tmp_path)
+    source.close()
+    system_cluster.drop_database("batches")
+
+
+class _Pieces:
+    """A stream that comes in pieces of any size."""
+
+    def __init__(self, stream: CopyStream) -> None:
+        self._stream = stream
+        self._kept = FrameBuffer()
+        self._chosen = random.Random(1)
+
+    def read(self, buffer: FrameBuffer) -> int:
+        self._stream.read(self._kept)
+        size = min(self._kept.filled, self._chosen.choice((1, 2, 7, 50, 3000)))
+        if size:
+            buffer.put(self._kept.view(size).tobytes())
+            self._kept.drop(size)
+        return size
+
+    def wait(self, seconds: float) -> bool:
+        return bool(self._kept.filled) or self._stream.wait(seconds)
+
+    def close(self) -> None:
+        self._stream.close()
+
+
+def test_rows_become_frames_wherever_the_wire_splits_them(
+    source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _update(source, 50, times=30)
+    send = slot_batch.send_copy
+    monkeypatch.setattr(slot_batch, "send_copy", lambda *asked: _Pieces(send(*asked)))
+    assert _drain(source, source.created.start_lsn) == source.expected()
+
+
+def _drain(source: Source, begin_lsn: int) -> list[bytes]:
+    """The messages of one batch, read without a receiver."""
+    names = ",".join(f'"{name}"' for name in publication_names(source.slot))
+    options = {"proto_version": "1", "publication_names": names}
+    stream = BatchStream(source.dsn, source.slot, begin_lsn, options, encoding="UTF8", sizes=_WHOLE)
+    buffer = FrameBuffer()
+    found: list[bytes] = []
+    try:
+        while stream.awaited_lsn is None:
+            if not stream.read(buffer):
+                stream.wait(0.1)
+            messages = buffer.scan()
+            data = buffer.view(messages.consumed).tobytes()
+            places = zip(messages.offset, messages.length, strict=True)
+            found += [data[offset : offset + length] for offset, length in places]
+            buffer.drop(messages.consumed)
+        assert messages.wal_end == stream.awaited_lsn
+    finally:
+        stream.close()
+    return found
+
+
+_WHOLE = BatchSizes(least_bytes=1, first_bytes=1 << 40, most_bytes=1 << 40)
+
+
+@pytest.mark.parametrize(
+    ("begin", "restart", "flushed", "wished", "end"),
+    [
+        (1000, 1000, 1009, 100, None),  # too little
+        (1000, 1000, 1010, 100, 1010),
+        (1000, 1000, 5000, 100, 1100),
+        (1000, 1000, 1109, 100, 1109),  # a rest that would be too little comes along
+        (1000, 1000, 1110, 100, 1100),
+        (1000, 800, 5000, 100, 1200),  # as long as the way to it
+        (1000, 600, 5000, 100, 1400),
+        (1000, 599, 5000, 100, None),  # too long a way
+        (1000, 1000, 5000, 1000, 1400),
+        (1000, 0, 0, 100, None),  # nobody knows how far the source is
+    ],
+)
+def test_the_size_of_a_batch(
+    begin: int, restart: int, flushed: int, wished: int, end: int | None
+) -> None:
+    sizes = BatchSizes(least_bytes=10, first_bytes=100, most_bytes=400)
+    assert sizes.end_of(begin, restart, flushed, wished) == end

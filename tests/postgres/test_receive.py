@@ -388,8 +388,8 @@ def test_prefetch_off_holds_and_on_goes_on(either16: Source, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_a_value_of_200_megabytes_passes(either16: Source, tmp_path: Path) -> None:
-    source = either16
+def test_a_value_of_200_megabytes_passes(source16: Source, tmp_path: Path) -> None:
+    source = source16
     _insert(source, 1, 2)
     source.execute("INSERT INTO t VALUES (100, repeat('x', 200 * 1024 * 1024))")
     _insert(source, 3, 2)
@@ -426,7 +426,9 @@ def test_text_takes_over_when_a_column_needs_it(
 ) -> None:
     caplog.set_level("INFO", logger="millrace")
     end = {}
-    with SpoolWriter(tmp_path) as spool, receiving(source.settings(), spool):
+    # On one connection: the next one would know.
+    asked = source.settings(batches=NO_BATCHES)
+    with SpoolWriter(tmp_path) as spool, receiving(asked, spool):
         _insert(source, 1, 2)
         end["binary"] = _last_end(source)
         wait_for(lambda: spool.durable_lsn >= end["binary"])

@@ -91,6 +91,7 @@ def session_sql(server_version: int, **more: str) -> str:
     settings = SESSION_SETTINGS | more
     if server_version >= 140000:
         settings["client_connection_check_interval"] = CLIENT_CHECK_INTERVAL
+        settings["idle_session_timeout"] = "0"
     if server_version >= 170000:
         settings["transaction_timeout"] = "0"
     calls = [f"set_config('{k}', '{v}', false)" for k, v in settings.items()]

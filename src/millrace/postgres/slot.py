@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
-from millrace.errors import MillraceError, SlotLost
+from millrace.errors import MillraceError, ServerError, SlotLost
+from millrace.lsn import render_lsn
+from millrace.postgres.quote import literal
 
 # A slot has one reader.
 OBJECT_IN_USE: Final = "55006"
@@ -27,3 +29,28 @@ def slot_lost(slot: str, reason: str) -> SlotLost:
         "`millrace stream cleanup`, and make a new clone",
         slot=slot,
     )
+
+
+def slot_moved(slot: str, confirmed_lsn: int, complete_lsn: int) -> SlotLost:
+    """The slot is beyond what was received."""
+    return slot_lost(
+        slot,
+        f"it stands at {render_lsn(confirmed_lsn)}, but the spool ends at "
+        f"{render_lsn(complete_lsn)}: somebody else has read it",
+    )
+
+
+def slot_in_use(slot: str) -> ServerError:
+    """As the server says it of a slot that a walsender reads."""
+    return ServerError(
+        f"replication slot {slot} is active: another receiver reads it",
+        hint="stop the other receiver first",
+        sqlstate=OBJECT_IN_USE,
+    )
+
+
+def lock_sql(slot: str, *, is_kept: bool = True) -> str:
+    """Whether we may have the slot: who reads a batch of it has this lock, because the server takes
+    the slot for free while it sends one. It is kept until the session ends, or not at all."""
+    kind = "pg_try_advisory_lock" if is_kept else "pg_try_advisory_xact_lock"
+    return f"{kind}(hashtextextended({literal(f'millrace slot {slot}')}, 0))"

@@ -1,16 +1,16 @@
-"""The changes of a slot as answers to queries: how a long way is caught up with.
+"""The changes of a slot as the answer to a query: how a long way is caught up with.
 
-Invariant: a batch is asked for only when all before it is confirmed, and ends at a position before
-which nothing is missing; the slot moves only when that was confirmed. So a batch that breaks off
-is simply sent again, by whoever reads the slot next.
+Invariant: a batch begins where the slot stands, which is where the spool ends, and ends at a
+position before which nothing is missing; both are read in the session that gives the batch. The
+slot moves only when the batch is confirmed, so one that breaks off is simply sent again, by
+whoever reads the slot next.
 
 A walsender sends each change by a system call of its own, which takes most of its time and wakes
 its reader for every row. `pg_logical_slot_peek_binary_changes` gives the same messages as rows of
 a query, which the server sends by the buffer: two to three times as many changes a second, for half
-of the source's CPU. It decodes all it gives before it sends the first, and begins where the slot's
-WAL begins, so a batch has a size, and is not asked for when the way to its beginning is long. For
-the same reason no transaction of a batch is larger than that way and the batch together, which
-bounds what the source keeps in a temporary file.
+of the source's CPU. It decodes all it gives before it sends the first, into a temporary file if
+that is large, and begins where the slot's WAL begins. So a batch has a size, and is not asked for
+when the way to its beginning is long; no transaction of it is larger than both together.
 
 A batch is a COPY with three columns, whose rows are rewritten in place into the frames that a
 walsender would have sent; a frame's header is as long as what comes before the message in a row:
@@ -19,8 +19,10 @@ walsender would have sent; a frame's header is as long as what comes before the 
     'd' length:4  'w'       start_lsn:8  end_lsn:8  time:8  message      as it goes
 
 Facts: logicalfuncs.c, pg_logical_slot_get_changes_guts(): it reads records until one ends at or
-after `upto_lsn`, and not beyond what was flushed when it began; slotfuncs.c,
-pg_replication_slot_advance(); copyto.c: the signature is part of the first row's message.
+after `upto_lsn`, and not beyond what was flushed when it began, and lets go of the slot before its
+first row is sent; slotfuncs.c, pg_replication_slot_advance(); copyto.c: the signature is part of
+the first row's message. Release notes of 17.5: before it, and in older branches before the minor
+releases of the same day, moving a slot could let go of catalog rows that decoding still needs.
 """
 
 from __future__ import annotations
@@ -39,11 +41,10 @@ from psycopg.pq.abc import PGconn
 
 from millrace.config.dsn import Dsn
 from millrace.config.size import render_size
-from millrace.errors import FormatError, InvariantError
+from millrace.errors import ConnectionLost, FormatError, MillraceError
 from millrace.lsn import parse_lsn, render_lsn
-from millrace.postgres.connect import connect, server_error
 from millrace.postgres.kernel import be32, kernel
-from millrace.postgres.libpq import open_session
+from millrace.postgres.libpq import execute, open_session
 from millrace.postgres.pgoutput import MAX_FRAME_BYTES, encode_keepalive
 from millrace.postgres.quote import literal
 from millrace.postgres.replication import (
@@ -52,15 +53,22 @@ from millrace.postgres.replication import (
     send_copy,
     take_other_message,
 )
-from millrace.postgres.slot import slot_error
+from millrace.postgres.slot import lock_sql, slot_error, slot_in_use, slot_moved
 
 log = logging.getLogger(__name__)
 
+# What a session of ours may take before it asks for the batch, or to move the slot.
+STATEMENT_TIMEOUT: Final = "120s"
+
 _STATE = """
-SELECT confirmed_flush_lsn::text, restart_lsn::text,
-       CASE WHEN NOT pg_is_in_recovery() THEN pg_current_wal_flush_lsn()::text END
-  FROM pg_replication_slots WHERE slot_name = %s
+SELECT confirmed_flush_lsn, restart_lsn,
+       CASE WHEN pg_is_in_recovery() THEN pg_last_wal_replay_lsn()
+            ELSE pg_current_wal_flush_lsn() END
+  FROM pg_replication_slots WHERE slot_name = {slot}
 """
+# The first minor release of each version that moves slots without harm; all of those after them.
+_SOUND_MINORS = {13: 21, 14: 18, 15: 13, 16: 9, 17: 5}
+
 _SIGNATURE: Final = b"PGCOPY\n\xff\r\n\0" + bytes(8)
 _COPY_DATA, _COPY_DONE = ord("d"), ord("c")
 # CopyOutResponse comes with the first data.
@@ -73,30 +81,39 @@ _MORE, _TRAILER, _OTHER, _BAD = range(4)
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """In bytes of WAL."""
+    """In bytes of WAL, unless it says otherwise."""
 
     # Less than this is left to the replication protocol, which is there at once.
     least_bytes: int = 16 * 1024 * 1024
     # The first batch, and how large they become.
-    first_bytes: int = 64 * 1024 * 1024
+    first_bytes: int = 32 * 1024 * 1024
     most_bytes: int = 256 * 1024 * 1024
+    # What the source may have to keep for a batch: large values are compressed in WAL.
+    most_decoded_bytes: int = 512 * 1024 * 1024
 
     def end_of(
         self, begin_lsn: int, restart_lsn: int, flushed_lsn: int, wished_bytes: int
     ) -> int | None:
         """Where a batch that begins at `begin_lsn` should end, or None if there should be none.
 
-        The way from `restart_lsn` is decoded again for each batch: none is smaller than that.
+        The way from `restart_lsn` is decoded again for each batch, so a long one makes it larger.
+        With a transaction always open it is about one and a half times the size of a batch.
         """
         again, rest = begin_lsn - restart_lsn, flushed_lsn - begin_lsn
-        if again > self.most_bytes or rest < self.least_bytes:
+        if rest < self.least_bytes or again > 2 * self.most_bytes:
             return None
         size = min(max(wished_bytes, again), self.most_bytes)
         return flushed_lsn if rest < size + self.least_bytes else begin_lsn + size
 
+    def after(self, wal_bytes: int, decoded_bytes: int) -> int:
+        """What to wish for after a batch of this size."""
+        sound = self.most_decoded_bytes * wal_bytes // max(1, decoded_bytes)
+        return min(max(4 * wal_bytes, self.first_bytes), self.most_bytes, sound)
+
 
 class BatchStream:
-    """A slot, batch after batch, until the rest is small; it may be that from the start."""
+    """One batch, if there should be one: `is_over` from the start otherwise, and when it is
+    confirmed."""
 
     def __init__(
         self,
@@ -107,26 +124,31 @@ class BatchStream:
         *,
         encoding: str,
         sizes: BatchSizes,
+        wished_bytes: int,
         endpos: int | None = None,
     ) -> None:
         self.awaited_lsn: int | None = None
         self.is_over = False
+        self.wal_bytes = 0
+        self.decoded_bytes = 0
         self._dsn = dsn
         self._slot = slot
-        self._options = options
-        self._encoding = encoding
-        self._endpos = endpos
-        self._sizes = sizes
-        self._wished_bytes = sizes.first_bytes
-        # The batch that is being read.
         self._end_lsn = 0
-        self._connection: PGconn | None = None
-        self._copy: CopyStream | None = None
         self._received = FrameBuffer()
         self._is_first = True
-        self._catalog = connect(dsn, "receive")
+        self._copy: CopyStream | None = None
+        self._session = open_session(dsn, "receive", encoding)
         try:
-            self._begin(begin_lsn)
+            end_lsn = self._find_end(begin_lsn, sizes, wished_bytes, endpos)
+            if end_lsn is None:
+                self.is_over = True
+                self._session.finish()
+                return
+            size = render_size(end_lsn - begin_lsn)
+            log.info("catching up: %s of WAL from %s", size, render_lsn(begin_lsn))
+            self._end_lsn, self.wal_bytes = end_lsn, end_lsn - begin_lsn
+            execute(self._session, "SET statement_timeout = 0")
+            self._copy = send_copy(self._session, slot, _peek(slot, end_lsn, options))
             make_frames(np.empty(0, np.uint8))  # loads machine code, while the server decodes
         except BaseException:
             self.close()
@@ -136,6 +158,7 @@ class BatchStream:
         if self._copy is None:
             return 0
         received = self._copy.read(self._received)
+        self.decoded_bytes += received
         while self._pass_on(buffer):
             continue
         return received
@@ -147,70 +170,45 @@ class BatchStream:
         return self._copy.wait(seconds)
 
     def confirm(self, written_lsn: int, flushed_lsn: int, *, reply_requested: bool) -> None:
-        """Go on to the next batch, if this one is on disk."""
-        if self.awaited_lsn is not None and flushed_lsn >= self.awaited_lsn:
-            self.awaited_lsn = None
-            self._advance(flushed_lsn)
-            self._begin(flushed_lsn)
+        """Move the slot, if all of the batch is on disk."""
+        if self.awaited_lsn is None or flushed_lsn < self.awaited_lsn:
+            return
+        session = open_session(self._dsn, "receive", "UTF8")
+        try:
+            _advance(session, self._slot, flushed_lsn)
+        finally:
+            session.finish()
+        self.awaited_lsn = None
+        self.is_over = True
 
     def close(self) -> None:
-        if self._copy is not None:
-            assert self._connection is not None
-            # The server decodes to the end of the batch otherwise, and has the slot until then.
-            with suppress(psycopg.Error):
-                self._connection.get_cancel().cancel()
-        self._close_copy()
-        self._catalog.close()
-
-    def _begin(self, begin_lsn: int) -> None:
-        """Ask for what follows, if it is a batch."""
-        confirmed_lsn, restart_lsn, flushed_lsn = self._read_state()
-        if self._endpos is not None:
-            flushed_lsn = min(flushed_lsn, self._endpos)
-        end_lsn = self._sizes.end_of(begin_lsn, restart_lsn, flushed_lsn, self._wished_bytes)
-        if end_lsn is None:
-            self.is_over = True
+        if self._copy is None:
+            self._session.finish()
             return
+        # The server decodes to the end of the batch otherwise, and has the slot until then.
+        with suppress(psycopg.Error):
+            self._session.get_cancel().cancel()
+        self._close_copy()
+
+    def _find_end(
+        self, begin_lsn: int, sizes: BatchSizes, wished_bytes: int, endpos: int | None
+    ) -> int | None:
+        """Bring the slot to where the batch begins, and look how far it may go. All of that in
+        the session that gives the batch: another one may be another server's, or one's that was
+        restarted meanwhile and has forgotten where the slot was."""
+        session, slot = self._session, self._slot
+        execute(session, f"SET statement_timeout = '{STATEMENT_TIMEOUT}'")
+        if _query(session, slot, f"SELECT {lock_sql(slot)}") != ("t",):
+            raise slot_in_use(slot)
+        confirmed_lsn = _read_state(session, slot)[0]
+        if confirmed_lsn > begin_lsn:
+            raise slot_moved(slot, confirmed_lsn, begin_lsn)
         if confirmed_lsn < begin_lsn:
-            self._advance(begin_lsn)
-        log.info(
-            "catching up: %s of WAL from %s",
-            render_size(end_lsn - begin_lsn),
-            render_lsn(begin_lsn),
-        )
-        self._end_lsn = end_lsn
-        self._wished_bytes = min(2 * self._wished_bytes, self._sizes.most_bytes)
-        self._is_first = True
-        self._received.clear()
-        self._connection = open_session(self._dsn, "receive", self._encoding)
-        self._copy = send_copy(self._connection, self._slot, self._command(end_lsn))
-
-    def _command(self, end_lsn: int) -> str:
-        options = ", ".join(literal(part) for pair in self._options.items() for part in pair)
-        return (
-            "COPY (SELECT lsn, '\\x000000'::bytea, data FROM pg_logical_slot_peek_binary_changes("
-            f"{literal(self._slot)}, {literal(render_lsn(end_lsn))}, NULL,"
-            f" VARIADIC ARRAY[{options}]::text[])) TO STDOUT (FORMAT binary)"
-        )
-
-    def _read_state(self) -> tuple[int, int, int]:
-        """Confirmed, needed for decoding, and flushed by the source."""
-        found = self._query(_STATE, self._slot) or (None, None, None)
-        confirmed, restart, flushed = (parse_lsn(lsn or "0/0") for lsn in found)
-        return confirmed, restart, flushed
-
-    def _advance(self, lsn: int) -> None:
-        statement = "SELECT end_lsn::text FROM pg_replication_slot_advance(%s, %s)"
-        found = self._query(statement, self._slot, render_lsn(lsn))
-        if found is None or parse_lsn(found[0]) != lsn:
-            raise InvariantError(f"slot {self._slot} was to move to {render_lsn(lsn)}: {found}")
-
-    def _query(self, statement: str, *values: str) -> Any:
-        try:
-            return self._catalog.execute(statement.encode(), values).fetchone()
-        except psycopg.Error as error:
-            what = f"reading slot {self._slot}"
-            raise slot_error(server_error(error, what), self._slot) from error
+            _advance(session, slot, begin_lsn)
+        _, restart_lsn, flushed_lsn = _read_state(session, slot)
+        if endpos is not None:
+            flushed_lsn = min(flushed_lsn, endpos)
+        return sizes.end_of(begin_lsn, restart_lsn, flushed_lsn, wished_bytes)
 
     def _pass_on(self, buffer: FrameBuffer) -> bool:
         """Pass on what has come whole; whether there may be more."""
@@ -258,7 +256,52 @@ class BatchStream:
     def _close_copy(self) -> None:
         if self._copy is not None:
             self._copy.close()
-        self._copy = self._connection = None
+        self._copy = None
+
+
+def moves_slots(server_version: int) -> bool:
+    """Whether this release can be trusted with moving a slot."""
+    major, minor = divmod(server_version, 10000)
+    return minor >= _SOUND_MINORS.get(major, 0)
+
+
+def _peek(slot: str, end_lsn: int, options: Mapping[str, str]) -> str:
+    listed = ", ".join(literal(part) for pair in options.items() for part in pair)
+    return (
+        "COPY (SELECT lsn, '\\x000000'::bytea, data FROM pg_logical_slot_peek_binary_changes("
+        f"{literal(slot)}, {literal(render_lsn(end_lsn))}, NULL, VARIADIC ARRAY[{listed}]::text[]))"
+        " TO STDOUT (FORMAT binary)"
+    )
+
+
+def _read_state(session: PGconn, slot: str) -> tuple[int, int, int]:
+    """Confirmed, needed for decoding, and flushed by the source."""
+    found = _query(session, slot, _STATE.format(slot=literal(slot)))
+    confirmed, restart, flushed = (parse_lsn(lsn or "0/0") for lsn in found)
+    return confirmed, restart, flushed
+
+
+def _advance(session: PGconn, slot: str, lsn: int) -> None:
+    statement = (
+        "SELECT end_lsn FROM pg_replication_slot_advance("
+        f"{literal(slot)}, {literal(render_lsn(lsn))})"
+    )
+    (end,) = _query(session, slot, statement)
+    if parse_lsn(end or "0/0") != lsn:
+        # Its WAL is shorter than what was received: the server is another one by now.
+        raise ConnectionLost(
+            f"slot {slot} moved to {end} instead of {render_lsn(lsn)}", sqlstate=None
+        )
+
+
+def _query(session: PGconn, slot: str, statement: str) -> tuple[str | None, ...]:
+    """The first row, as text; nulls if there is none."""
+    try:
+        result = execute(session, statement, f"reading slot {slot}")[0]
+    except MillraceError as error:
+        raise slot_error(error, slot) from error
+    values = (result.get_value(0, place) for place in range(result.nfields))
+    return tuple(value.decode() if value is not None else None for value in values)
 
 
 @kernel

@@ -28,7 +28,7 @@ from millrace.lsn import render_lsn
 from millrace.postgres.libpq import command_rows, copy_in, execute
 from millrace.stream.progress import Applied
 from millrace.stream.settings import OnConflict
-from millrace.stream.statement import MappedColumn, TablePlan
+from millrace.stream.statement import MappedColumn, Span, TablePlan
 from millrace.stream.truncate import truncate
 from millrace.stream.work import StagedRows, TableWork, TruncateWork, Work
 
@@ -38,6 +38,10 @@ log = logging.getLogger(__name__)
 _IN_THE_WAY = ("23505", "23P01")
 # Each transaction empties every stage of the session, used or not.
 MAX_STAGES = 64
+# Fewer rows are looked up one by one; more numbers than this between the ends of a span for each
+# row of a stage, too.
+LEAST_SPAN_ROWS = 500
+MAX_SPAN_SHARE = 2
 
 
 @dataclass
@@ -121,7 +125,7 @@ class Applier:
 
     def _delete(self, plan: TablePlan, staged: StagedRows) -> None:
         self._fill(plan, "d", staged)
-        deleted = self._touch(plan.delete(), "DELETE")
+        deleted = self._touch(plan.delete(self._span(plan, "d", staged)), "DELETE")
         if deleted != len(staged) and not plan.where:
             self._note_missing(plan, "d", staged, deleted, "delete")
         self.applied.deleted += deleted
@@ -206,12 +210,24 @@ class Applier:
         return updated
 
     def _set(self, plan: TablePlan, groups: Sequence[_Group]) -> list[int]:
-        return [
-            self._touch(plan.update(group.kind, group.columns), "UPDATE")
-            if group.columns
-            else len(group.rows)  # nothing is another than before
-            for group in groups
-        ]
+        updated = []
+        for group in groups:
+            if not group.columns:  # nothing is another than before
+                updated.append(len(group.rows))
+                continue
+            span = self._span(plan, group.kind, group.rows)
+            statement = plan.update(group.kind, group.columns, span=span)
+            updated.append(self._touch(statement, "UPDATE"))
+        return updated
+
+    def _span(self, plan: TablePlan, kind: str, staged: StagedRows) -> Span | None:
+        """From the smallest to the largest key of a stage, if the table can't have many more rows
+        between them than the stage."""
+        if not plan.has_integer_key or len(staged) < LEAST_SPAN_ROWS:
+            return None
+        result = execute(self._session, plan.span(kind))[0]
+        low, high = (int(result.get_value(0, place) or 0) for place in range(2))
+        return (low, high) if high - low < MAX_SPAN_SHARE * len(staged) else None
 
     def _set_what_can_be(self, plan: TablePlan, groups: Sequence[_Group]) -> list[int]:
         return [self._set_part(plan, g, 0, len(g.rows)) if g.columns else 0 for g in groups]

@@ -40,11 +40,12 @@ from millrace.stream.work import Preparer, Share, Work
 
 log = logging.getLogger(__name__)
 
-# Bytes of changes folded at once: enough to make sets large, little enough to bound memory.
-CHUNK_BYTES = 16 << 20
 # Bytes of changes that one target transaction takes, at least; it ends with the transaction
 # of the source that reaches it.
 BATCH_BYTES = 32 << 20
+# Bytes of changes folded at once: enough to make sets large, little enough to bound memory. More
+# than half of a batch: a third, tiny piece would leave no time to make the next batch's first.
+CHUNK_BYTES = 18 << 20
 # Pieces of work made while the target is busy with another.
 AHEAD = 2
 # After catching up: how long to gather changes before the next batch, and how long to stay

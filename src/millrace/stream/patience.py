@@ -36,7 +36,7 @@ class Patience:
 
         A source that was never there gets the few attempts that anything gets.
         """
-        if not may_retry(error):
+        if not _may_retry(error):
             raise error
         now = time.monotonic()
         if self._connected_at is not None:
@@ -55,6 +55,6 @@ class Patience:
         return pause
 
 
-def may_retry(error: MillraceError) -> bool:
+def _may_retry(error: MillraceError) -> bool:
     """A slot in use is left by a walsender that does not know yet that its receiver is gone."""
     return is_transient(error) or error.facts.get("sqlstate") == OBJECT_IN_USE

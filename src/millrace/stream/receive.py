@@ -38,13 +38,13 @@ from millrace.postgres.replication import (
     start_replication,
     take_other_message,
 )
-from millrace.postgres.slot import slot_lost
-from millrace.postgres.slot_batch import BatchSizes, BatchStream
+from millrace.postgres.slot import OBJECT_IN_USE, slot_lost, slot_moved
+from millrace.postgres.slot_batch import BatchSizes, BatchStream, moves_slots
 from millrace.stream.partition import Partitions
-from millrace.stream.patience import GIVE_UP_SECONDS, Patience, may_retry
+from millrace.stream.patience import GIVE_UP_SECONDS, Patience
 from millrace.stream.plugin import Plugin, UnsafeBinary, open_plugin
 from millrace.stream.sentinel import Sentinel
-from millrace.stream.slot import SlotState, read_slot, require_slot
+from millrace.stream.slot import SlotState, read_slot, require_slot, require_unlocked
 from millrace.stream.spool import Writer
 
 log = logging.getLogger(__name__)
@@ -181,8 +181,11 @@ class _Receiver:
         # From a keepalive after which no transaction is open; not yet in the spool.
         self._idle_lsn = 0
         self._partitions = Partitions(settings.encoding)
-        # False when batches broke off or have come to their end: the protocol has its turn.
+        # Whether a batch may be next: not after one that broke off; and whether none may ever be,
+        # because the source has refused one, or can't be trusted with them.
         self._may_batch = True
+        self._is_refused = False
+        self._wished_bytes = settings.batches.first_bytes
         # Since it was looked how far the source is ahead; and whether a transaction just ended.
         self._streamed_bytes = 0
         self._has_commit = False
@@ -223,7 +226,9 @@ class _Receiver:
         settings = self._settings
         with connect(settings.source, "receive") as catalog, translated("reading the source"):
             state = require_slot(catalog, settings.slot, settings.plugin)
+            require_unlocked(catalog, settings.slot)
             self._check_start(state.confirmed_lsn)
+            self._is_refused |= not moves_slots(catalog.info.server_version)
             plugin = open_plugin(
                 settings.plugin,
                 catalog,
@@ -247,46 +252,68 @@ class _Receiver:
         )
         if self._may_batch and not self._held and self._is_far_behind(state):
             connection.finish()
-            self._catch_up(plugin)
+            self._take_batch(plugin)
             return
         start_lsn = self._spool.complete_lsn
         stream = start_replication(connection, settings.slot, start_lsn, plugin.options)
         self._run_stream(stream, plugin, self._should_batch)
 
-    def _catch_up(self, plugin: Plugin) -> None:
-        """Batches, as long as they are of use; what they meet is met by the protocol as well, or
-        was theirs alone."""
+    def _take_batch(self, plugin: Plugin) -> None:
+        """One batch; after it all is looked at anew. What breaks it off is met by the protocol as
+        well, or was the batch's alone."""
         settings = self._settings
         self._may_batch = False
+        self._clock = _Clock(heard=time.monotonic())
         try:
-            batches = BatchStream(
+            batch = BatchStream(
                 settings.source,
                 settings.slot,
                 self._spool.complete_lsn,
                 plugin.options,
                 encoding=settings.encoding,
                 sizes=settings.batches,
+                wished_bytes=self._wished_bytes,
                 endpos=self._endpos,
             )
-            self._run_stream(batches, plugin, lambda: batches.is_over or bool(self._held))
+            self._run_stream(batch, plugin, lambda: batch.is_over or bool(self._held))
         except ServerError as error:
-            if isinstance(error, SlotLost) or may_retry(error):
+            sqlstate = error.facts.get("sqlstate")
+            is_gone = isinstance(error, ConnectionLost | SlotLost)
+            is_refused = not is_gone and sqlstate not in (None, OBJECT_IN_USE)
+            is_silent = time.monotonic() - self._clock.heard > SILENCE_SECONDS
+            self._is_refused |= is_refused or is_silent
+            if not is_refused:
                 raise
             log.warning("%s; going on by the replication protocol", error)
+            return
+        if batch.wal_bytes and batch.is_over:
+            self._may_batch = True
+            self._wished_bytes = settings.batches.after(batch.wal_bytes, batch.decoded_bytes)
+        elif self._held:
+            # Whoever applies is slower than the protocol.
+            self._is_refused = True
 
     def _should_batch(self) -> bool:
         """Every so many bytes: whether the protocol falls behind what the source writes. Not in
         the middle of a long transaction, which would be sent again."""
-        if self._streamed_bytes < LOOK_BYTES or not self._has_commit:
+        if self._streamed_bytes < LOOK_BYTES or not self._has_commit or self._is_refused:
             return False
         self._streamed_bytes = 0
-        with connect(self._settings.source, "receive") as catalog:
-            state = read_slot(catalog, self._settings.slot)
+        try:
+            with connect(self._settings.source, "receive") as catalog:
+                state = read_slot(catalog, self._settings.slot)
+        except MillraceError as error:
+            log.debug("%s", error)
+            return False
         self._may_batch = state is not None and self._is_far_behind(state, LOOK_BYTES)
         return self._may_batch
 
     def _is_far_behind(self, state: SlotState, by_bytes: int = 0) -> bool:
+        if self._is_refused:
+            return False
         begin_lsn, wal_lsn = self._spool.complete_lsn, state.restart_lsn + state.lag_bytes
+        if self._endpos is not None:
+            wal_lsn = min(wal_lsn, self._endpos)
         end_lsn = self._settings.batches.end_of(begin_lsn, state.restart_lsn, wal_lsn, by_bytes)
         return end_lsn is not None and wal_lsn - begin_lsn >= by_bytes
 
@@ -315,11 +342,7 @@ class _Receiver:
             self._spool.mark_idle(confirmed_lsn)
             self._spool.sync()
         elif confirmed_lsn > complete:
-            raise slot_lost(
-                self._settings.slot,
-                f"it stands at {render_lsn(confirmed_lsn)}, but the spool ends at "
-                f"{render_lsn(complete)}: somebody else has read it",
-            )
+            raise slot_moved(self._settings.slot, confirmed_lsn, complete)
 
     def _check_system(self, identifier: str) -> None:
         """LSNs mean something on one cluster and its standbys only."""
@@ -505,6 +528,8 @@ class _Receiver:
             return
         self._send_feedback(stream, reply_requested=is_asking)
         clock.feedback = now
+        if is_awaited:
+            clock.heard = time.monotonic()
         if is_asking:
             clock.ask = now
             clock.ask_pause = min(2 * clock.ask_pause, LONGEST_ASK_SECONDS)

@@ -15,7 +15,7 @@ from millrace.config.dsn import Dsn
 from millrace.errors import ConfigError, ServerError
 from millrace.lsn import parse_lsn, render_lsn
 from millrace.postgres.connect import connect, translated
-from millrace.postgres.slot import slot_lost
+from millrace.postgres.slot import lock_sql, slot_in_use, slot_lost
 from millrace.snapshot.holder import create_slot
 from millrace.stream.position import drop_position, read_positions, stream_prefix
 from millrace.stream.publication import (
@@ -129,6 +129,14 @@ def prepare_source(
         return [text for table in tables if (text := table.warning())]
 
 
+def require_unlocked(connection: Connection, name: str) -> None:
+    """Raise if somebody reads a batch of the slot."""
+    with translated(f"looking at replication slot {name}"):
+        row = connection.execute(f"SELECT {lock_sql(name, is_kept=False)}".encode()).fetchone()
+    if row != (True,):
+        raise slot_in_use(name)
+
+
 def drop_slot(connection: Connection, name: str) -> bool:
     """Drop the slot, if it is there; one that is being read is refused."""
     state = read_slot(connection, name)
@@ -139,6 +147,7 @@ def drop_slot(connection: Connection, name: str) -> bool:
             f"replication slot {name} is being read by process {state.active_pid} of the source",
             hint="stop the receiver first",
         )
+    require_unlocked(connection, name)
     with translated(f"dropping replication slot {name}"):
         connection.execute("SELECT pg_drop_replication_slot(%s)", (name,))
     return True

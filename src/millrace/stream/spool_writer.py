@@ -24,7 +24,8 @@ from typing import Final
 import numpy as np
 
 from millrace import failpoint
-from millrace.errors import WorkDirError
+from millrace.errors import InvariantError, WorkDirError
+from millrace.lsn import render_lsn
 from millrace.postgres.pgoutput import (
     FRAME_HEADER_BYTES,
     Bytes,
@@ -214,11 +215,23 @@ class SpoolWriter:
     ) -> None:
         self._make_room(end - start)
         records, opened = index_block(buffer, messages, start, self._position, self._opened)
+        self._check_order(records)
         self._write_block(BlockKind.FRAMES, int(messages.lsn[0]), frames[start:end])
         self._opened = opened
         if len(records):
             self._pending.append(records)
             self._learn(frames, messages, records)
+
+    def _check_order(self, records: Records) -> None:
+        """Readers search by position: what does not rise would be applied twice, or never."""
+        ends = records["end_lsn"][records["kind"] == COMMIT]
+        if not len(ends):
+            return
+        if ends[0] <= self.last_end_lsn or (ends[1:] <= ends[:-1]).any():
+            raise InvariantError(
+                f"the source sent a transaction again, or out of order, after "
+                f"{render_lsn(self.last_end_lsn)}"
+            )
 
     def _learn(self, frames: memoryview, messages: Messages, records: Records) -> None:
         for at in np.flatnonzero(messages.kind == _RELATION):

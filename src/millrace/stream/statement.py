@@ -35,6 +35,10 @@ class MappedColumn:
 
 # Below this OIDs mean the same on every server.
 FIRST_USER_OID = 16384
+_INTEGERS = frozenset((20, 21, 23))
+
+# The smallest and the largest key of a stage.
+Span = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,11 @@ class TablePlan:
         """Whether an index of the table certainly finds the row of each stage row."""
         names = {column.target.name for column in self.key if column.is_direct}
         return not self.is_multiset and any(names.issuperset(k) for k in self.table.lookup_keys)
+
+    @cached_property
+    def has_integer_key(self) -> bool:
+        """Whether between two keys there are at most as many rows as numbers."""
+        return self.is_looked_up and len(self.key) == 1 and self.key[0].target.type_oid in _INTEGERS
 
     @property
     def can_trade_values(self) -> bool:
@@ -116,28 +125,48 @@ class TablePlan:
             f"CREATE TEMP TABLE {self.stage(kind)[8:]} ({', '.join(fields)}) ON COMMIT DELETE ROWS"
         )
 
-    def delete(self) -> str:
+    def delete(self, span: Span | None = None) -> str:
         return self._by_key(
-            f"DELETE FROM {self._only} AS t USING {self._source('d')} WHERE {self._match}"
+            f"DELETE FROM {self._only} AS t USING {self._source('d')} WHERE {self._match}", span
         )
 
-    def update(self, kind: str, columns: Sequence[MappedColumn], condition: str = "true") -> str:
+    def update(
+        self,
+        kind: str,
+        columns: Sequence[MappedColumn],
+        condition: str = "true",
+        span: Span | None = None,
+    ) -> str:
         """`condition`: which rows of the stage."""
         sets = ", ".join(f"{ident(c.target.name)} = s.{self._value(c)}" for c in columns)
         return self._by_key(
             f"UPDATE {self._only} AS t SET {sets} FROM {self._source(kind)}"
-            f" WHERE {self._match} AND {condition}"
+            f" WHERE {self._match} AND {condition}",
+            span,
         )
 
-    def _by_key(self, statement: str) -> str:
+    def span(self, kind: str) -> str:
+        """A query for it; integer keys only."""
+        return f"SELECT min(k1), max(k1) FROM {self.stage(kind)}"
+
+    def _by_key(self, statement: str, span: Span | None) -> str:
         """Look rows up in the index where there is one. Planners like to hash a whole table for a
-        tenth of its rows, which takes longer, and know little of a table that grows so fast."""
+        tenth of its rows, which takes longer, and know little of a table that grows so fast.
+
+        With a span that is full of the stage's keys, the index is read once from end to end of it
+        instead of once for each row, which saves a fifth of an update."""
         if not self.is_looked_up:
             return statement
-        return (
-            "SET LOCAL enable_hashjoin = off; SET LOCAL enable_mergejoin = off; "
-            f"{statement}; "
-            "SET LOCAL enable_hashjoin TO DEFAULT; SET LOCAL enable_mergejoin TO DEFAULT"
+        off = ["enable_hashjoin", "enable_mergejoin"]
+        if span is not None:
+            off = ["enable_nestloop", "enable_mergejoin", "enable_seqscan"]
+            statement += f" AND t.{ident(self.key[0].target.name)} BETWEEN {span[0]} AND {span[1]}"
+        return "; ".join(
+            (
+                *(f"SET LOCAL {name} = off" for name in off),
+                statement,
+                *(f"SET LOCAL {name} TO DEFAULT" for name in off),
+            )
         )
 
     def count_new_identities(self, kind: str, unchanged: frozenset[int]) -> str | None:

@@ -512,6 +512,39 @@ def test_rows_are_looked_up_by_key(pair: StreamPair) -> None:
     pair.assert_equal()
 
 
+@pytest.mark.parametrize("kind", ["smallint", "int", "bigint"])
+def test_keys_that_lie_close_are_found_by_one_walk_of_the_index(
+    pair: StreamPair, kind: str
+) -> None:
+    pair.begin(f"CREATE TABLE t (id {kind} PRIMARY KEY, v text)")
+    pair.run("INSERT INTO t SELECT i, i FROM generate_series(-3000, 3000) AS i")
+    pair.follow()
+    read = "SELECT seq_scan, idx_scan FROM pg_stat_user_tables WHERE relname = 't'"
+    wait_for(lambda: pair.target.execute(read + " AND n_tup_ins = 6001").fetchone())
+    row = pair.target.execute(read).fetchone()
+    assert row is not None
+    pair.run(
+        "UPDATE t SET v = 'x' WHERE id BETWEEN -1500 AND 1500 AND id % 2 = 0",
+        "UPDATE t SET id = id + 5000, v = 'moved' WHERE id BETWEEN 2000 AND 3000",
+        "DELETE FROM t WHERE id BETWEEN -3000 AND -2000",
+    )
+    outcome = pair.follow()
+    assert (outcome.applied.updated, outcome.applied.deleted) == (2502, 1001)
+    wait_for(lambda: (pair.target.execute(read).fetchone() or row)[1] > row[1])
+    assert pair.target.execute(read).fetchone() == (row[0], row[1] + 2)
+    pair.assert_equal()
+
+
+def test_a_missing_row_among_keys_that_lie_close_stops(pair: StreamPair) -> None:
+    pair.begin("CREATE TABLE t (id int PRIMARY KEY, v text)")
+    pair.run("INSERT INTO t SELECT i, i FROM generate_series(1, 2000) AS i")
+    pair.follow()
+    pair.target.execute("DELETE FROM t WHERE id = 1000")
+    pair.run("UPDATE t SET v = 'x'")
+    with pytest.raises(ApplyError, match="2000 rows to update, 1999 there"):
+        pair.follow()
+
+
 def test_indexes_that_find_rows(target_db: str) -> None:
     with connect(Dsn.parse(target_db), "test") as connection:
         connection.execute("""

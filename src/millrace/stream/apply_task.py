@@ -56,9 +56,10 @@ STAY_SECONDS = 2.0
 # No triggers, no foreign keys: the source has done all that. Enough memory to keep a stage, and to
 # hash it. Rows are looked up by key unless most of the table changes: at its default cost for
 # a page out of order, the planner would hash a table of a million rows to update twenty thousand.
+# Statements are simple and last a second: compiling them takes longer than it saves.
 _SESSION = (
     "SET session_replication_role = replica; SET temp_buffers = '64MB'; SET work_mem = '128MB'; "
-    "SET random_page_cost = 1.1"
+    "SET random_page_cost = 1.1; SET jit = off"
 )
 
 _EPOCH = datetime(2000, 1, 1, tzinfo=UTC)

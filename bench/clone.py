@@ -12,7 +12,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -214,8 +214,8 @@ class Arena:
             )
         if usage.exit_code:
             reason = f"exit code {usage.exit_code}: {last_words(work_dir / 'log')}"
-            return self._record(contestant, number, DID_NOT_RUN, reason, asdict(usage))
-        figures = {**asdict(usage), **contestant.figures(work_dir)}
+            return self._record(contestant, number, DID_NOT_RUN, reason, usage.figures())
+        figures = {**usage.figures(), **contestant.figures(work_dir)}
         figures[YARDSTICK] = yardstick.milliseconds()
         waited = figures.get("spark_start_seconds", 0.0)
         figures["wall_without_spark_seconds"] = usage.wall_seconds - waited

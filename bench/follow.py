@@ -4,7 +4,7 @@ For each load the changes are made once, behind a slot. Every run reads a copy o
 read the same WAL, and begins with a target that holds the rows from before; both sides are compared
 afterwards. The order rotates with the rounds.
 
-A rate counts from the moment a walsender takes the slot until the last change is visible on the
+A rate counts from the moment the slot is taken until the last change is visible on the
 target. Start-up, of Spark as of an apply worker, lies before it; "with start" counts from the
 command. Only `millrace cold` is the command as a user types it, rated with all of its start.
 """
@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +124,7 @@ COMPARISONS = (
     _compare("oltp_from_slot_vs_subscription", changes.OLTP, _OURS, _NATIVE, 1.0),
     _compare("updates_from_slot_vs_subscription", changes.UPDATES, _OURS, _NATIVE, 1.3),
     _compare("few_keys_from_slot_vs_subscription", changes.FEW, _OURS, _NATIVE, 3.0),
-    # Nobody is faster from the slot than who only takes what the server sends.
+    # Over the replication protocol nobody is faster than who only takes what the server sends.
     _compare(
         "few_keys_pg_recvlogical_vs_subscription",
         changes.FEW,
@@ -283,7 +283,7 @@ class Arena:
             ):
                 usage = self._measure(contestant, course)
             own = who.own_figures(course.work_dir)
-            windows = watch.seen.windows() | own.pop("windows", {})
+            windows = watch.seen.windows(usage.ended_at) | own.pop("windows", {})
             figures = _figures(usage) | own | seconds_of(windows)
             figures[YARDSTICK] = yardstick.milliseconds(windows.get(contestant.timed))
             return self._judge(contestant, number, course, usage, figures)
@@ -476,7 +476,7 @@ def rate(rows: int, seconds: float | None) -> dict[str, float]:
 
 def _figures(usage: Usage) -> dict[str, Any]:
     """The wall time of the process is that of its start and its end as well: not for the tables."""
-    figures = asdict(usage)
+    figures = usage.figures()
     seconds = figures["process_seconds"] = figures.pop("wall_seconds")
     figures["other_cpu_share"] = usage.other_cpu_seconds / seconds / (os.cpu_count() or 1)
     return figures

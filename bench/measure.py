@@ -51,10 +51,16 @@ class Usage:
     # The same without Java's processes; its peak need not be at the same moment.
     peak_beside_jvm_bytes: int = 0
     killed_processes: int = 0
+    # When the contestant itself ended, by the clock that never goes back.
+    ended_at: float = 0.0
     source_cpu_seconds: float = 0.0
     target_cpu_seconds: float = 0.0
     # CPU the machine spent on neither contestant nor servers: a high value spoils the wall time.
     other_cpu_seconds: float = 0.0
+
+    def figures(self) -> dict[str, float]:
+        """What can be compared with another run's."""
+        return {name: value for name, value in asdict(self).items() if name != "ended_at"}
 
 
 def run_measured(
@@ -160,6 +166,7 @@ class _Wrapper:
             peak_memory_bytes=sampler.peak_bytes,
             peak_beside_jvm_bytes=sampler.peak_beside_jvm_bytes,
             killed_processes=self._killed,
+            ended_at=ended,
         )
 
     def _wait_for_all(self, main_pid: int) -> tuple[int, float]:

@@ -1,7 +1,8 @@
 """When a stream begins and ends, seen from outside and in the same way for every contestant.
 
-It begins when a walsender takes the slot, which is after every kind of start-up, and ends when the
-last change can be seen on the target; a receiver ends when it gives the slot back.
+It begins when the slot is taken, which is after every kind of start-up, and ends when the last
+change can be seen on the target. A receiver ends with its process: it may have given the slot back
+before all is on its disk.
 """
 
 from __future__ import annotations
@@ -25,24 +26,20 @@ class Seen:
 
     started_at: float
     taken_at: float | None = None
-    given_back_at: float | None = None
     visible_at: float | None = None
 
     def note(self, now: float, *, is_taken: bool, is_visible: bool) -> None:
         if is_taken:
             self.taken_at = self.taken_at or now
-            self.given_back_at = None  # a connection was lost and is there again
-        elif self.taken_at:
-            self.given_back_at = self.given_back_at or now
         if is_visible:
             self.visible_at = self.visible_at or now
 
-    def windows(self) -> dict[str, tuple[float, float]]:
-        """Begin and end of what is timed, as far as it was seen."""
+    def windows(self, ended_at: float | None) -> dict[str, tuple[float, float]]:
+        """Begin and end of what is timed, as far as it was seen; `ended_at`: the process."""
         ends = {
             "whole_seconds": (self.started_at, self.visible_at),
             "catch_up_seconds": (self.taken_at, self.visible_at),
-            "receive_seconds": (self.taken_at, self.given_back_at),
+            "receive_seconds": (self.taken_at, ended_at),
         }
         return {
             name: (begin, end)

@@ -33,7 +33,7 @@ from millrace.postgres.embedded import Cluster, open_cluster
 from millrace.postgres.replication import CopyStream, FrameBuffer
 from millrace.postgres.slot import lock_sql
 from millrace.postgres.slot_batch import BatchSizes, BatchStream, moves_slots
-from millrace.stream import receive as receive_module
+from millrace.stream import batches as batches_module
 from millrace.stream.publication import create_publications, publication_names
 from millrace.stream.receive import ReceiveSettings, receive
 from millrace.stream.slot import drop_slot
@@ -133,7 +133,7 @@ def test_who_falls_behind_the_protocol_goes_on_in_batches(
     told: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(receive_module, "LOOK_BYTES", 200_000)
+    monkeypatch.setattr(batches_module, "LOOK_BYTES", 200_000)
     with SpoolWriter(tmp_path) as spool, receiving(source.settings(), spool):
         wait_for(lambda: source.scalar(f"SELECT active FROM {_SLOT.format(source.slot)}"))
         before = _batches(told)
@@ -296,7 +296,7 @@ def test_a_refusal_is_remembered(
     told: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(receive_module, "LOOK_BYTES", 10_000)
+    monkeypatch.setattr(batches_module, "LOOK_BYTES", 10_000)
     monkeypatch.setattr(slot_batch, "_peek", lambda slot, end_lsn, options: "COPY no FROM here")
     _update(source, 1000, times=20)
     source.receive(tmp_path)

@@ -20,15 +20,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import numpy as np
-
 from millrace import failpoint
 from millrace.config.dsn import Dsn
 from millrace.config.size import render_size
-from millrace.errors import ConnectionLost, InvariantError, MillraceError, ServerError, SlotLost
+from millrace.errors import ConnectionLost, InvariantError, MillraceError, ServerError
 from millrace.lsn import render_lsn
 from millrace.postgres.connect import connect, translated
-from millrace.postgres.pgoutput import FRAME_HEADER_BYTES, Messages
+from millrace.postgres.pgoutput import Messages
 from millrace.postgres.replication import (
     SILENCE_SECONDS,
     FrameBuffer,
@@ -38,13 +36,15 @@ from millrace.postgres.replication import (
     start_replication,
     take_other_message,
 )
-from millrace.postgres.slot import OBJECT_IN_USE, slot_lost, slot_moved
+from millrace.postgres.slot import slot_lost, slot_moved
 from millrace.postgres.slot_batch import BatchSizes, BatchStream, moves_slots
+from millrace.stream.batches import Batches
+from millrace.stream.endpos import before_end, is_past
 from millrace.stream.partition import Partitions
 from millrace.stream.patience import GIVE_UP_SECONDS, Patience
 from millrace.stream.plugin import Plugin, UnsafeBinary, open_plugin
 from millrace.stream.sentinel import Sentinel
-from millrace.stream.slot import SlotState, read_slot, require_slot, require_unlocked
+from millrace.stream.slot import read_slot, require_slot, require_unlocked
 from millrace.stream.spool import Writer
 
 log = logging.getLogger(__name__)
@@ -73,13 +73,9 @@ GATHER_SECONDS = 0.01
 # An idle source's position is written down this often; asking for a reply does it at once.
 IDLE_SECONDS = 10.0
 SLOT_LAG_SECONDS = 30.0
-# After so much has come by the protocol, and if so much is still there, it is done in batches.
-LOOK_BYTES = 64 * 1024 * 1024
 # After the limit of the spool, reading begins again when this share of it is free.
 FREE_SHARE = 0.1
-_PAGE_BYTES = 8192
-_PAGE_HEADER_BYTES = 40
-_BEGIN, _COMMIT = ord("B"), ord("C")
+_COMMIT = ord("C")
 
 
 @dataclass(frozen=True)
@@ -181,11 +177,7 @@ class _Receiver:
         # From a keepalive after which no transaction is open; not yet in the spool.
         self._idle_lsn = 0
         self._partitions = Partitions(settings.encoding)
-        # Whether a batch may be next: not after one that broke off; and whether none may ever be,
-        # because the source has refused one, or can't be trusted with them.
-        self._may_batch = True
-        self._is_refused = False
-        self._wished_bytes = settings.batches.first_bytes
+        self._batches = Batches(settings.batches)
         # Since it was looked how far the source is ahead; and whether a transaction just ended.
         self._streamed_bytes = 0
         self._has_commit = False
@@ -228,7 +220,8 @@ class _Receiver:
             state = require_slot(catalog, settings.slot, settings.plugin)
             require_unlocked(catalog, settings.slot)
             self._check_start(state.confirmed_lsn)
-            self._is_refused |= not moves_slots(catalog.info.server_version)
+            if not moves_slots(catalog.info.server_version):
+                self._batches.give_up()
             plugin = open_plugin(
                 settings.plugin,
                 catalog,
@@ -250,19 +243,19 @@ class _Receiver:
             render_lsn(self._spool.complete_lsn),
             plugin.describe(),
         )
-        if self._may_batch and not self._held and self._is_far_behind(state):
+        complete_lsn = self._spool.complete_lsn
+        if not self._held and self._batches.may_begin(state, complete_lsn, self._endpos):
             connection.finish()
             self._take_batch(plugin)
             return
-        start_lsn = self._spool.complete_lsn
-        stream = start_replication(connection, settings.slot, start_lsn, plugin.options)
-        self._run_stream(stream, plugin, self._should_batch)
+        stream = start_replication(connection, settings.slot, complete_lsn, plugin.options)
+        self._run_stream(stream, plugin, self._falls_behind)
 
     def _take_batch(self, plugin: Plugin) -> None:
         """One batch; after it all is looked at anew. What breaks it off is met by the protocol as
         well, or was the batch's alone."""
-        settings = self._settings
-        self._may_batch = False
+        settings, batches = self._settings, self._batches
+        batches.begin()
         self._clock = _Clock(heard=time.monotonic())
         try:
             batch = BatchStream(
@@ -271,32 +264,26 @@ class _Receiver:
                 self._spool.complete_lsn,
                 plugin.options,
                 encoding=settings.encoding,
-                sizes=settings.batches,
-                wished_bytes=self._wished_bytes,
+                sizes=batches.sizes,
+                wished_bytes=batches.wished_bytes,
                 endpos=self._endpos,
             )
             self._run_stream(batch, plugin, lambda: batch.is_over or bool(self._held))
         except ServerError as error:
-            sqlstate = error.facts.get("sqlstate")
-            is_gone = isinstance(error, ConnectionLost | SlotLost)
-            is_refused = not is_gone and sqlstate not in (None, OBJECT_IN_USE)
-            is_silent = time.monotonic() - self._clock.heard > SILENCE_SECONDS
-            self._is_refused |= is_refused or is_silent
-            if not is_refused:
+            if time.monotonic() - self._clock.heard > SILENCE_SECONDS:
+                batches.give_up()
+            if not batches.is_refusal(error):
                 raise
             log.warning("%s; going on by the replication protocol", error)
             return
         if batch.wal_bytes and batch.is_over:
-            self._may_batch = True
-            self._wished_bytes = settings.batches.after(batch.wal_bytes, batch.decoded_bytes)
-        elif self._held:
-            # Whoever applies is slower than the protocol.
-            self._is_refused = True
+            batches.take(batch)
+        elif self._held and self._prefetch:
+            batches.give_up()  # whoever applies is slower than the protocol
 
-    def _should_batch(self) -> bool:
-        """Every so many bytes: whether the protocol falls behind what the source writes. Not in
-        the middle of a long transaction, which would be sent again."""
-        if self._streamed_bytes < LOOK_BYTES or not self._has_commit or self._is_refused:
+    def _falls_behind(self) -> bool:
+        """Not looked at in the middle of a long transaction, which would be sent again."""
+        if not self._has_commit or not self._batches.is_time_to_look(self._streamed_bytes):
             return False
         self._streamed_bytes = 0
         try:
@@ -305,17 +292,10 @@ class _Receiver:
         except MillraceError as error:
             log.debug("%s", error)
             return False
-        self._may_batch = state is not None and self._is_far_behind(state, LOOK_BYTES)
-        return self._may_batch
-
-    def _is_far_behind(self, state: SlotState, by_bytes: int = 0) -> bool:
-        if self._is_refused:
-            return False
-        begin_lsn, wal_lsn = self._spool.complete_lsn, state.restart_lsn + state.lag_bytes
-        if self._endpos is not None:
-            wal_lsn = min(wal_lsn, self._endpos)
-        end_lsn = self._settings.batches.end_of(begin_lsn, state.restart_lsn, wal_lsn, by_bytes)
-        return end_lsn is not None and wal_lsn - begin_lsn >= by_bytes
+        complete_lsn = self._spool.complete_lsn
+        return state is not None and self._batches.should_take_over(
+            state, complete_lsn, self._endpos
+        )
 
     def _run_stream(
         self, stream: ReplicationStream, plugin: Plugin, is_over: Callable[[], bool]
@@ -443,39 +423,14 @@ class _Receiver:
 
     def _before_endpos(self, frames: memoryview, messages: Messages) -> Messages:
         """The messages of transactions that end at or before the end position."""
-        if self._endpos is None or self._reached:
-            return messages if not self._reached else messages.slice(0, 0, 0)
-        begins = np.flatnonzero(messages.kind == _BEGIN)
-        commits = np.flatnonzero(messages.kind == _COMMIT)
-        # Positions rise, so most often the last of each kind answers for all.
-        if not any(
-            self._is_after_end(frames, messages, int(at)) for at in (*begins[-1:], *commits[-1:])
-        ):
+        if self._reached:
+            return messages.slice(0, 0, 0)
+        if self._endpos is None:
             return messages
-        for at in map(int, np.sort(np.concatenate((begins, commits)))):
-            if not self._is_after_end(frames, messages, at):
-                continue
-            self._reached = True
-            begin = at
-            if messages.kind[at] == _COMMIT:
-                commit = int(messages.offset[at]) + 2
-                self._idle_lsn = int.from_bytes(frames[commit : commit + 8], "big")
-                earlier = begins[begins < at]
-                begin = int(earlier[-1]) if len(earlier) else 0
-            else:
-                self._idle_lsn = self._endpos
-            end = int(messages.offset[begin]) - FRAME_HEADER_BYTES
-            return messages.slice(0, begin, end)
-        return messages
-
-    def _is_after_end(self, frames: memoryview, messages: Messages, at: int) -> bool:
-        """Whether a Begin or Commit belongs to a transaction beyond the end position."""
-        assert self._endpos is not None
-        # Begin: commit_lsn at 1; Commit: end_lsn at 10.
-        is_begin = messages.kind[at] == _BEGIN
-        place = int(messages.offset[at]) + (1 if is_begin else 10)
-        lsn = int.from_bytes(frames[place : place + 8], "big")
-        return lsn >= self._endpos if is_begin else lsn > self._endpos
+        taken, idle_lsn = before_end(frames, messages, self._endpos)
+        if idle_lsn is not None:
+            self._reached, self._idle_lsn = True, idle_lsn
+        return taken
 
     def _note_keepalive(self, messages: Messages) -> None:
         if messages.wal_end is None or self._reached:
@@ -513,7 +468,7 @@ class _Receiver:
         clock, spool = self._clock, self._spool
         if self._idle_lsn <= spool.complete_lsn or spool.is_in_transaction:
             return
-        is_end = self._endpos is not None and _is_past(self._idle_lsn, self._endpos)
+        is_end = self._endpos is not None and is_past(self._idle_lsn, self._endpos)
         if self._reached or is_end or now - clock.idle >= IDLE_SECONDS:
             spool.mark_idle(self._endpos if is_end and self._endpos else self._idle_lsn)
             clock.idle = now
@@ -633,9 +588,3 @@ class _Receiver:
         until = time.monotonic() + seconds
         while time.monotonic() < until and not self._stop.is_set():
             time.sleep(min(0.1, seconds))
-
-
-def _is_past(lsn: int, endpos: int) -> bool:
-    """Whether a position the server has come to is the end position: at the end of a page the
-    next record begins only after the next page's header."""
-    return lsn >= endpos or (lsn % _PAGE_BYTES == 0 and endpos - lsn <= _PAGE_HEADER_BYTES)

@@ -60,6 +60,11 @@ class SlotState:
     lag_bytes: int
 
     @property
+    def wal_lsn(self) -> int:
+        """How far the source has written, or replayed."""
+        return self.restart_lsn + self.lag_bytes
+
+    @property
     def is_lost(self) -> bool:
         return self.wal_status == "lost" or bool(self.invalidation_reason)
 

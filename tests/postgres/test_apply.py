@@ -560,3 +560,22 @@ def test_indexes_that_find_rows(target_db: str) -> None:
     assert table is not None
     assert table.lookup_keys == (("id",), ("tag", "at"))
     assert set(table.unique_keys) == {("id",), ("code",), ("name",), ("tag", "at")}
+
+
+@pytest.mark.parametrize("kind", ["", "PARTITION BY RANGE (id)"])
+def test_triggers_that_fire_for_replicated_changes_are_known(target_db: str, kind: str) -> None:
+    with connect(Dsn.parse(target_db), "test") as connection:
+        connection.execute(f"CREATE TABLE public.item (id int) {kind}".encode())
+        name = "public.item"
+        if kind:
+            name = "public.leaf"
+            connection.execute("CREATE TABLE public.leaf PARTITION OF public.item DEFAULT")
+        connection.execute(
+            f"CREATE TRIGGER one BEFORE UPDATE ON {name} FOR EACH ROW"
+            " EXECUTE FUNCTION suppress_redundant_updates_trigger()".encode()
+        )
+        for state, is_known in (("ENABLE", False), ("ENABLE REPLICA", True), ("DISABLE", False)):
+            connection.execute(f"ALTER TABLE {name} {state} TRIGGER one".encode())
+            table = read_target_table(connection, "public", "item")
+            assert table is not None
+            assert table.has_triggers == is_known

@@ -25,7 +25,7 @@ from tests.fixtures.receiving import (
 from tests.fixtures.wait import wait_for
 
 from millrace.config.dsn import Dsn
-from millrace.errors import ServerError, SlotLost
+from millrace.errors import ConnectionLost, ServerError, SlotLost
 from millrace.lsn import parse_lsn
 from millrace.postgres import slot_batch
 from millrace.postgres.connect import connect
@@ -34,9 +34,10 @@ from millrace.postgres.replication import CopyStream, FrameBuffer
 from millrace.postgres.slot import lock_sql
 from millrace.postgres.slot_batch import BatchSizes, BatchStream, moves_slots
 from millrace.stream import batches as batches_module
+from millrace.stream.batches import Batches
 from millrace.stream.publication import create_publications, publication_names
 from millrace.stream.receive import ReceiveSettings, receive
-from millrace.stream.slot import drop_slot
+from millrace.stream.slot import SlotState, drop_slot
 from millrace.stream.spool_writer import SpoolWriter
 
 TABLE = "CREATE TABLE t (id int PRIMARY KEY, v text)"
@@ -385,7 +386,6 @@ def _drain(source: Source, begin_lsn: int) -> list[bytes]:
         options,
         encoding="UTF8",
         sizes=_WHOLE,
-        wished_bytes=_WHOLE.first_bytes,
     )
     buffer = FrameBuffer()
     found: list[bytes] = []
@@ -404,7 +404,9 @@ def _drain(source: Source, begin_lsn: int) -> list[bytes]:
     return found
 
 
-_WHOLE = BatchSizes(least_bytes=1, first_bytes=1 << 40, most_bytes=1 << 40)
+_WHOLE = BatchSizes(
+    least_bytes=1, next_bytes=1 << 40, most_bytes=1 << 40, most_decoded_bytes=1 << 60
+)
 
 
 @pytest.mark.parametrize(
@@ -426,14 +428,50 @@ _WHOLE = BatchSizes(least_bytes=1, first_bytes=1 << 40, most_bytes=1 << 40)
 def test_the_size_of_a_batch(
     begin: int, restart: int, flushed: int, wished: int, end: int | None
 ) -> None:
-    sizes = BatchSizes(least_bytes=10, first_bytes=100, most_bytes=400)
-    assert sizes.end_of(begin, restart, flushed, wished) == end
+    sizes = BatchSizes(least_bytes=10, next_bytes=wished, most_bytes=400)
+    assert sizes.end_of(begin, restart, flushed) == end
 
 
-@pytest.mark.parametrize(
-    ("wal", "decoded", "wished"),
-    [(100, 100, 400), (10, 10, 100), (300, 300, 400), (100, 10_000, 10), (0, 0, 0)],
-)
-def test_the_size_of_the_next_batch(wal: int, decoded: int, wished: int) -> None:
-    sizes = BatchSizes(first_bytes=100, most_bytes=400, most_decoded_bytes=1000)
-    assert sizes.after(wal, decoded) == wished
+def test_batches_grow_as_long_as_they_do_not_decode_to_too_much() -> None:
+    sizes = BatchSizes(least_bytes=10, next_bytes=20, most_bytes=400, most_decoded_bytes=1000)
+    sizes = sizes.after(20, 40)
+    assert sizes.end_of(1000, 1000, 9000) == 1080
+    sizes = sizes.after(80, 160)
+    assert sizes.end_of(1000, 1000, 9000) == 1320
+    sizes = sizes.after(320, 3200)
+    assert sizes.end_of(1000, 1000, 9000) == 1100
+    # Also where the way to it would make it larger.
+    assert sizes.end_of(1000, 850, 9000) == 1100
+    assert sizes.end_of(1000, 799, 9000) is None
+    # And where the rest is small.
+    assert sizes.end_of(1000, 1000, 1105) == 1105
+    assert sizes.end_of(1000, 1000, 1112) == 1100
+    assert sizes.after(100, 50).end_of(1000, 1000, 9000) == 1400
+
+
+def test_after_two_batches_that_break_off_there_are_no_more() -> None:
+    state = SlotState("s", "pgoutput", "d", None, 0, 0, "", "", 1 << 30)
+    batches = Batches(BATCHES)
+    lost = ConnectionLost("gone", sqlstate=None)
+    in_use = ServerError("is active", sqlstate="55006")
+    assert batches.may_begin(state, 1, None)
+    for _ in range(3):
+        batches.begin()
+        assert not batches.break_off(in_use)
+        assert not batches.may_begin(state, 1, None)  # the protocol has its turn
+        assert batches.should_take_over(state, 1, None)
+    batches.begin()
+    assert not batches.break_off(lost)
+    assert batches.should_take_over(state, 1, None)
+    batches.begin()
+    assert not batches.break_off(lost)
+    assert not batches.should_take_over(state, 1, None)
+    assert not batches.is_time_to_look(1 << 40)
+
+
+def test_near_the_end_position_there_is_no_batch() -> None:
+    state = SlotState("s", "pgoutput", "d", None, 0, 0, "", "", 1 << 30)
+    batches = Batches(BatchSizes(least_bytes=100))
+    assert batches.may_begin(state, 1000, None)
+    assert batches.may_begin(state, 1000, 1100)
+    assert not batches.may_begin(state, 1000, 1099)

@@ -32,7 +32,7 @@ import struct
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -57,8 +57,8 @@ from millrace.postgres.slot import lock_sql, slot_error, slot_in_use, slot_moved
 
 log = logging.getLogger(__name__)
 
-# What a session of ours may take before it asks for the batch, or to move the slot.
-STATEMENT_TIMEOUT: Final = "120s"
+# Before it asks for the batch, and when the slot is moved: nobody hears a stop meanwhile.
+_SET_TIMEOUT: Final = "SET statement_timeout = '120s'"
 
 _STATE = """
 SELECT confirmed_flush_lsn, restart_lsn,
@@ -85,30 +85,34 @@ class BatchSizes:
 
     # Less than this is left to the replication protocol, which is there at once.
     least_bytes: int = 16 * 1024 * 1024
-    # The first batch, and how large they become.
-    first_bytes: int = 32 * 1024 * 1024
+    # The next batch, and how large they become.
+    next_bytes: int = 32 * 1024 * 1024
     most_bytes: int = 256 * 1024 * 1024
-    # What the source may have to keep for a batch: large values are compressed in WAL.
+    # What the source may have to keep for a batch, in bytes of messages; and how many of these a
+    # byte of WAL was in the last one: large values are compressed there.
     most_decoded_bytes: int = 512 * 1024 * 1024
+    decoded_share: float = 1.0
 
-    def end_of(
-        self, begin_lsn: int, restart_lsn: int, flushed_lsn: int, wished_bytes: int
-    ) -> int | None:
+    def end_of(self, begin_lsn: int, restart_lsn: int, flushed_lsn: int) -> int | None:
         """Where a batch that begins at `begin_lsn` should end, or None if there should be none.
 
         The way from `restart_lsn` is decoded again for each batch, so a long one makes it larger.
         With a transaction always open it is about one and a half times the size of a batch.
         """
         again, rest = begin_lsn - restart_lsn, flushed_lsn - begin_lsn
-        if rest < self.least_bytes or again > 2 * self.most_bytes:
+        most = min(self.most_bytes, int(self.most_decoded_bytes / self.decoded_share))
+        if rest < self.least_bytes or again > 2 * most:
             return None
-        size = min(max(wished_bytes, again), self.most_bytes)
-        return flushed_lsn if rest < size + self.least_bytes else begin_lsn + size
+        size = min(max(self.next_bytes, again), most)
+        return flushed_lsn if rest < size + min(self.least_bytes, most) else begin_lsn + size
 
-    def after(self, wal_bytes: int, decoded_bytes: int) -> int:
-        """What to wish for after a batch of this size."""
-        sound = self.most_decoded_bytes * wal_bytes // max(1, decoded_bytes)
-        return min(max(4 * wal_bytes, self.first_bytes), self.most_bytes, sound)
+    def after(self, wal_bytes: int, decoded_bytes: int) -> BatchSizes:
+        """Those after a batch of this size."""
+        return replace(
+            self,
+            next_bytes=min(max(4 * wal_bytes, self.next_bytes), self.most_bytes),
+            decoded_share=max(1.0, decoded_bytes / max(1, wal_bytes)),
+        )
 
 
 class BatchStream:
@@ -124,7 +128,6 @@ class BatchStream:
         *,
         encoding: str,
         sizes: BatchSizes,
-        wished_bytes: int,
         endpos: int | None = None,
     ) -> None:
         self.awaited_lsn: int | None = None
@@ -137,12 +140,14 @@ class BatchStream:
         self._received = FrameBuffer()
         self._is_first = True
         self._copy: CopyStream | None = None
+        self._is_lost = False
         self._session = open_session(dsn, "receive", encoding)
         try:
-            end_lsn = self._find_end(begin_lsn, sizes, wished_bytes, endpos)
+            end_lsn = self._find_end(begin_lsn, sizes, endpos)
             if end_lsn is None:
                 self.is_over = True
-                self._session.finish()
+                # It may live on for a moment.
+                execute(self._session, "SELECT pg_advisory_unlock_all()")
                 return
             size = render_size(end_lsn - begin_lsn)
             log.info("catching up: %s of WAL from %s", size, render_lsn(begin_lsn))
@@ -157,7 +162,11 @@ class BatchStream:
     def read(self, buffer: FrameBuffer) -> int:
         if self._copy is None:
             return 0
-        received = self._copy.read(self._received)
+        try:
+            received = self._copy.read(self._received)
+        except ConnectionLost:
+            self._is_lost = True
+            raise
         self.decoded_bytes += received
         while self._pass_on(buffer):
             continue
@@ -175,6 +184,7 @@ class BatchStream:
             return
         session = open_session(self._dsn, "receive", "UTF8")
         try:
+            execute(session, _SET_TIMEOUT)
             _advance(session, self._slot, flushed_lsn)
         finally:
             session.finish()
@@ -185,19 +195,18 @@ class BatchStream:
         if self._copy is None:
             self._session.finish()
             return
-        # The server decodes to the end of the batch otherwise, and has the slot until then.
-        with suppress(psycopg.Error):
-            self._session.get_cancel().cancel()
+        if not self._is_lost:
+            # The server decodes to the end of the batch otherwise, and has the slot until then.
+            with suppress(psycopg.Error):
+                self._session.get_cancel().cancel()
         self._close_copy()
 
-    def _find_end(
-        self, begin_lsn: int, sizes: BatchSizes, wished_bytes: int, endpos: int | None
-    ) -> int | None:
+    def _find_end(self, begin_lsn: int, sizes: BatchSizes, endpos: int | None) -> int | None:
         """Bring the slot to where the batch begins, and look how far it may go. All of that in
         the session that gives the batch: another one may be another server's, or one's that was
         restarted meanwhile and has forgotten where the slot was."""
         session, slot = self._session, self._slot
-        execute(session, f"SET statement_timeout = '{STATEMENT_TIMEOUT}'")
+        execute(session, _SET_TIMEOUT)
         if _query(session, slot, f"SELECT {lock_sql(slot)}") != ("t",):
             raise slot_in_use(slot)
         confirmed_lsn = _read_state(session, slot)[0]
@@ -208,7 +217,7 @@ class BatchStream:
         _, restart_lsn, flushed_lsn = _read_state(session, slot)
         if endpos is not None:
             flushed_lsn = min(flushed_lsn, endpos)
-        return sizes.end_of(begin_lsn, restart_lsn, flushed_lsn, wished_bytes)
+        return sizes.end_of(begin_lsn, restart_lsn, flushed_lsn)
 
     def _pass_on(self, buffer: FrameBuffer) -> bool:
         """Pass on what has come whole; whether there may be more."""

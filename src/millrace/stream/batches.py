@@ -1,7 +1,7 @@
 """When a receiver asks for a batch instead of reading the replication protocol.
 
-Invariant: after a batch that broke off the protocol has its turn, so no source is asked for the
-same batch twice in a row; one that refused is never asked again.
+Invariant: after a batch that broke off the protocol has its turn, and after two in a row there are
+no more; a source that refuses one is never asked again.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from millrace.stream.slot import SlotState
 
 # After so much has come by the protocol, and if so much is still there, it is done in batches.
 LOOK_BYTES = 64 * 1024 * 1024
+# Batches that broke off one after the other: something there does not like them.
+MAX_BROKEN = 2
 
 
 class Batches:
@@ -20,7 +22,7 @@ class Batches:
 
     def __init__(self, sizes: BatchSizes) -> None:
         self.sizes = sizes
-        self.wished_bytes = sizes.first_bytes
+        self._broken = 0
         # Whether one may be next; and whether none may ever be.
         self._may_be_next = True
         self._are_over = False
@@ -49,18 +51,22 @@ class Batches:
     def take(self, batch: BatchStream) -> None:
         """One has come whole."""
         self._may_be_next = True
-        self.wished_bytes = self.sizes.after(batch.wal_bytes, batch.decoded_bytes)
+        self._broken = 0
+        self.sizes = self.sizes.after(batch.wal_bytes, batch.decoded_bytes)
 
-    def is_refusal(self, error: ServerError) -> bool:
-        """Whether the source does not want to give a batch; it will not be asked again."""
-        is_gone = isinstance(error, ConnectionLost | SlotLost)
-        is_refusal = not is_gone and error.facts.get("sqlstate") not in (None, OBJECT_IN_USE)
-        self._are_over |= is_refusal
+    def break_off(self, error: ServerError) -> bool:
+        """Whether the source does not want to give a batch; other errors are others' to handle."""
+        sqlstate = error.facts.get("sqlstate")
+        if sqlstate == OBJECT_IN_USE:
+            return False
+        is_refusal = not isinstance(error, ConnectionLost | SlotLost) and sqlstate is not None
+        self._broken += 1
+        self._are_over |= is_refusal or self._broken >= MAX_BROKEN
         return is_refusal
 
     def _is_far(self, state: SlotState, begin_lsn: int, endpos: int | None, by_bytes: int) -> bool:
         if self._are_over:
             return False
         wal_lsn = state.wal_lsn if endpos is None else min(state.wal_lsn, endpos)
-        end_lsn = self.sizes.end_of(begin_lsn, state.restart_lsn, wal_lsn, by_bytes)
+        end_lsn = self.sizes.end_of(begin_lsn, state.restart_lsn, wal_lsn)
         return end_lsn is not None and wal_lsn - begin_lsn >= by_bytes

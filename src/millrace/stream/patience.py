@@ -15,6 +15,9 @@ from millrace.retry import is_transient, iter_pauses
 GIVE_UP_SECONDS = 3600.0
 # A connection that lasted so long was a good one: the pauses begin small again.
 STEADY_SECONDS = 10.0
+# How often a slot that is in use is tried at first, in eight seconds at least: its reader may be
+# dead, and the server looks for its client every five (`postgres.connect`).
+IN_USE_ATTEMPTS = 6
 
 
 class Patience:
@@ -23,6 +26,7 @@ class Patience:
     def __init__(self, give_up_seconds: float) -> None:
         self._give_up_seconds = give_up_seconds
         self._pauses = iter_pauses()
+        self._in_use_pauses = iter_pauses(IN_USE_ATTEMPTS)
         self._lost_at: float | None = None
         self._connected_at: float | None = None
         self._was_connected = False
@@ -46,7 +50,8 @@ class Patience:
             self._connected_at = None
         if self._lost_at is not None and now - self._lost_at > self._give_up_seconds:
             raise error
-        pause = next(self._pauses, None)
+        is_in_use = error.facts.get("sqlstate") == OBJECT_IN_USE and not self._was_connected
+        pause = next(self._in_use_pauses if is_in_use else self._pauses, None)
         if pause is None and self._was_connected:
             self._pauses = iter_pauses(1 << 30)
             pause = next(self._pauses)

@@ -256,7 +256,6 @@ class _Receiver:
         well, or was the batch's alone."""
         settings, batches = self._settings, self._batches
         batches.begin()
-        self._clock = _Clock(heard=time.monotonic())
         try:
             batch = BatchStream(
                 settings.source,
@@ -265,14 +264,11 @@ class _Receiver:
                 plugin.options,
                 encoding=settings.encoding,
                 sizes=batches.sizes,
-                wished_bytes=batches.wished_bytes,
                 endpos=self._endpos,
             )
             self._run_stream(batch, plugin, lambda: batch.is_over or bool(self._held))
         except ServerError as error:
-            if time.monotonic() - self._clock.heard > SILENCE_SECONDS:
-                batches.give_up()
-            if not batches.is_refusal(error):
+            if not batches.break_off(error):
                 raise
             log.warning("%s; going on by the replication protocol", error)
             return
@@ -301,7 +297,7 @@ class _Receiver:
         self, stream: ReplicationStream, plugin: Plugin, is_over: Callable[[], bool]
     ) -> None:
         try:
-            self._clock = _Clock(heard=time.monotonic())
+            self._clock = _Clock(heard=time.monotonic(), slot_lag=self._clock.slot_lag)
             self._patience.connected()
             self._streamed_bytes = 0
             self._stream(stream, plugin, is_over)

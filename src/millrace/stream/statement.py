@@ -78,8 +78,11 @@ class TablePlan:
 
     @cached_property
     def has_integer_key(self) -> bool:
-        """Whether between two keys there are at most as many rows as numbers."""
-        return self.is_looked_up and len(self.key) == 1 and self.key[0].target.type_oid in _INTEGERS
+        """Whether between two keys there are at most as many rows as numbers. Not where triggers
+        fire: they would run under the settings of the statement."""
+        if not self.is_looked_up or self.table.has_triggers or len(self.key) > 1:
+            return False
+        return self.key[0].target.type_oid in _INTEGERS
 
     @property
     def can_trade_values(self) -> bool:

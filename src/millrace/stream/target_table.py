@@ -47,6 +47,8 @@ class TargetTable:
     lookup_keys: tuple[tuple[str, ...], ...]
     # Of all indexes that can refuse a row, those over expressions and exclusion included.
     unique_index_count: int
+    # Some of its triggers fire for replicated changes too.
+    has_triggers: bool = False
 
     def column(self, name: str) -> TargetColumn | None:
         return next((column for column in self.columns if column.name == name), None)
@@ -119,14 +121,17 @@ _UNIQUE = f"""
 def read_target_table(connection: Connection, schema: str, name: str) -> TargetTable | None:
     """The table of this name, if it can take rows."""
     found = connection.execute(
-        "SELECT c.oid::int8, c.relkind FROM pg_class AS c JOIN pg_namespace AS n"
+        "SELECT c.oid::int8, c.relkind, EXISTS (SELECT FROM pg_trigger AS g"
+        " WHERE g.tgenabled IN ('A', 'R') AND (g.tgrelid = c.oid"
+        " OR g.tgrelid IN (SELECT p.relid FROM pg_partition_tree(c.oid) AS p)))"
+        " FROM pg_class AS c JOIN pg_namespace AS n"
         " ON n.oid = c.relnamespace WHERE n.nspname = %s AND c.relname = %s"
         " AND c.relkind IN ('r', 'p')",
         (schema, name),
     ).fetchone()
     if found is None:
         return None
-    oid, kind = found
+    oid, kind, has_triggers = found
     columns = tuple(TargetColumn(*row) for row in connection.execute(_COLUMNS, (oid,)))
     unique = connection.execute(_UNIQUE, (oid,)).fetchall()
     return TargetTable(
@@ -138,6 +143,7 @@ def read_target_table(connection: Connection, schema: str, name: str) -> TargetT
         tuple(tuple(row[2]) for row in unique if row[1] and row[3]),
         tuple(tuple(row[2]) for row in unique if row[1] and row[4]),
         len(unique),
+        has_triggers,
     )
 
 

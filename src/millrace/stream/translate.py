@@ -323,8 +323,21 @@ class TextPlugin:
                     )
 
 
+# By the server's address: a receiver asks before each batch, and the answer takes as long as the
+# longest transaction that is open.
+_KNOWN_OPTIONS: dict[tuple[str, int], bool] = {}
+
+
 def _knows_option(catalog: Connection) -> bool:
-    """Whether wal2json can send numbers as strings: by trying, on a slot of its own."""
+    """Whether the source's wal2json can send numbers as strings."""
+    address = catalog.info.host, catalog.info.port
+    if address not in _KNOWN_OPTIONS:
+        _KNOWN_OPTIONS[address] = _try_option(catalog)
+    return _KNOWN_OPTIONS[address]
+
+
+def _try_option(catalog: Connection) -> bool:
+    """On a slot of its own."""
     with translated("trying wal2json"):
         name = f"millrace_try_{catalog.info.backend_pid}"
         catalog.execute(

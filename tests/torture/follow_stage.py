@@ -57,6 +57,7 @@ TABLES = ("keyed", '"Odd one"."Typed ""rows"""', "loose", "parted", "toasted", "
 _LEFT_OVER = """
 SELECT 'slot ' || slot_name FROM pg_replication_slots WHERE database = current_database()
  UNION ALL SELECT 'publication ' || pubname FROM pg_publication"""
+BATCHES = ("--batches-from", "1kB")
 
 
 class FollowStage(Pair):
@@ -150,6 +151,7 @@ class FollowPlay(Move):
         self.slot = f"torture_{name}"
         self.seen = Seen()
         self._columns = 0
+        self._starts = 0
         self._cluster = CLUSTER if cluster else ()
 
     @property
@@ -157,11 +159,14 @@ class FollowPlay(Move):
         return bool(is_finished(self.work))
 
     def start(self) -> Program:
-        """The next process: the command that a person would give."""
+        """The next process: the command that a person would give. Every other one has the source
+        give batches of however little there is."""
+        self._starts += 1
+        more = [*self.ends(), *self._cluster, *(BATCHES if self._starts % 2 else ())]
         if self.is_cloned:
-            return self.launch("follow", *self.ends(), *self._cluster)
-        arguments = ["clone", "--follow", "--slot-name", self.slot, *JOBS, SPLIT, *self._cluster]
-        return self.launch(*arguments, *self.ends(), *(["--resume"] if self.is_begun else []))
+            return self.launch("follow", *more)
+        arguments = ["clone", "--follow", "--slot-name", self.slot, *JOBS, SPLIT, *more]
+        return self.launch(*arguments, *(["--resume"] if self.is_begun else []))
 
     def start_cutover(self) -> Program:
         return self.launch("cutover", "--compare-jobs", "2", *self.ends(), *self._cluster)

@@ -167,6 +167,7 @@ class Asked:
     on_conflict: options.Conflict = OnConflict.STOP
     max_spool: options.MaxSpool = "0"
     max_slot_lag: options.MaxSlotLag = "0"
+    batches_from: options.BatchesFrom = "16MB"
     keep_spool: options.KeepSpool = False
     no_binary: options.NoBinary = False
     metrics_port: options.MetricsPort = None
@@ -233,6 +234,7 @@ class Asked:
             on_conflict=self.on_conflict,
             max_spool_bytes=parse_size(self.max_spool) or None,
             max_slot_lag_bytes=parse_size(self.max_slot_lag) or None,
+            batches_from_bytes=parse_size(self.batches_from),
             binary=not self.no_binary,
             keep_spool=self.keep_spool,
             left=read_left(source, options.read_rules(self.filters)),

@@ -31,7 +31,7 @@ _ENDS = (
     "as_json", "verbose", "quiet", "log_json",
 )  # fmt: skip
 APPLY_OPTIONS = (*_ENDS, "endpos", "on_conflict", "keep_spool", "metrics_port")
-FOLLOW_OPTIONS = (*APPLY_OPTIONS, "max_spool", "max_slot_lag", "no_binary")
+FOLLOW_OPTIONS = (*APPLY_OPTIONS, "max_spool", "max_slot_lag", "batches_from", "no_binary")
 CUTOVER_OPTIONS = (*_ENDS, "compare_jobs", "rows")
 
 

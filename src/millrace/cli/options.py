@@ -140,6 +140,16 @@ MaxSlotLag = Annotated[
         rich_help_panel=STREAM,
     ),
 ]
+BatchesFrom = Annotated[
+    str,
+    typer.Option(
+        envvar="MILLRACE_BATCHES_FROM",
+        metavar="SIZE",
+        help="Ask the source for batches of changes while it is this much WAL ahead, which is "
+        "faster than the replication protocol; 0: never.",
+        rich_help_panel=STREAM,
+    ),
+]
 EndPos = Annotated[
     str,
     typer.Option(

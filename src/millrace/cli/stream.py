@@ -119,6 +119,7 @@ def receive(
     endpos: options.EndPos = "",
     max_spool: options.MaxSpool = "0",
     max_slot_lag: options.MaxSlotLag = "0",
+    batches_from: options.BatchesFrom = "16MB",
     no_binary: options.NoBinary = False,
     as_json: options.AsJson = False,
     verbose: options.Verbose = 0,
@@ -134,6 +135,7 @@ def receive(
     Connections that break are opened again.
     """
     # Numba takes half a second: only those who need it wait for it.
+    from millrace.postgres.slot_batch import sizes_from
     from millrace.stream.receive import ReceiveSettings
     from millrace.stream.receive import receive as run_receive
     from millrace.stream.spool_place import place_of
@@ -156,6 +158,7 @@ def receive(
             found.encoding,
             max_spool_bytes=parse_size(max_spool) or None,
             max_slot_lag_bytes=parse_size(max_slot_lag) or None,
+            batches=sizes_from(parse_size(batches_from)),
             binary=not no_binary,
         )
         received = run_receive(settings, spool, sentinel, stop=stop)

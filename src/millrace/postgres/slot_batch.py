@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import logging
 import struct
+import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -113,6 +114,11 @@ class BatchSizes:
             next_bytes=min(max(4 * wal_bytes, self.next_bytes), self.most_bytes),
             decoded_share=max(1.0, decoded_bytes / max(1, wal_bytes)),
         )
+
+
+def sizes_from(least_bytes: int) -> BatchSizes:
+    """With batches from so many bytes on; 0 for none ever."""
+    return BatchSizes(least_bytes=least_bytes or sys.maxsize)
 
 
 class BatchStream:

@@ -18,6 +18,7 @@ from millrace.config.dsn import Dsn
 from millrace.errors import ConnectionLost, MillraceError, WorkDirError
 from millrace.lsn import render_lsn
 from millrace.postgres.connect import APPLICATION, cancel_sessions
+from millrace.postgres.slot_batch import sizes_from
 from millrace.stream.apply_task import ApplyTask, since_1970
 from millrace.stream.catchup import Catchup
 from millrace.stream.progress import FollowProgress, FollowReporter, FollowResult
@@ -54,6 +55,7 @@ def receive_settings(settings: FollowSettings, setup: StreamSetup) -> ReceiveSet
         setup.encoding,
         max_spool_bytes=settings.max_spool_bytes,
         max_slot_lag_bytes=settings.max_slot_lag_bytes,
+        batches=sizes_from(settings.batches_from_bytes),
         binary=settings.binary,
     )
 

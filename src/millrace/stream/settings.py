@@ -64,6 +64,8 @@ class FollowSettings:
     on_conflict: OnConflict = OnConflict.STOP
     max_spool_bytes: int | None = None
     max_slot_lag_bytes: int | None = None
+    # 0: no batches.
+    batches_from_bytes: int = 16 * 1024 * 1024
     binary: bool = True
     # Keep what is applied in the spool, for others who read it.
     keep_spool: bool = False

@@ -17,8 +17,8 @@ from millrace.clone.index import build_index, finish_index
 from millrace.clone.split import Sampled, plan_cuts, plan_parts
 from millrace.config.dsn import Dsn
 from millrace.postgres import catalog
+from millrace.postgres.compared import read_compared_relations
 from millrace.postgres.connect import connect
-from millrace.postgres.describe import read_compared_relations
 from millrace.postgres.embedded import Cluster
 from millrace.relation import Index, SplitKey, Table
 from millrace.snapshot.export import open_snapshot

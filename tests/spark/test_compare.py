@@ -22,8 +22,8 @@ from millrace.clone.settings import CloneSettings
 from millrace.config.dsn import Dsn
 from millrace.errors import ConfigError, ServerError
 from millrace.postgres import catalog
+from millrace.postgres.compared import read_compared_relations
 from millrace.postgres.connect import connect
-from millrace.postgres.describe import read_compared_relations
 from millrace.postgres.embedded import Cluster
 from millrace.snapshot.export import open_snapshot
 from millrace.spark.session import Engine

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from millrace.clone.compare import Compared, RowDifference, Sum, merge_parts, plan_compare
 from millrace.clone.compare_rows import HashedRow, merge_rows
-from millrace.postgres.describe import ComparedRelation
+from millrace.postgres.compared import ComparedRelation
 from millrace.relation import Column, Table
 
 

@@ -26,7 +26,7 @@ from millrace.clone.plan import plan_table_parts
 from millrace.clone.split import Sampled, SplitSettings
 from millrace.config.dsn import Dsn
 from millrace.errors import ConnectionLost, MillraceError
-from millrace.postgres.describe import ComparedRelation
+from millrace.postgres.compared import ComparedRelation
 from millrace.postgres.libpq import drain, execute, open_session, result_error
 from millrace.postgres.quote import columns, ident, qualified
 from millrace.relation import Table

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 
 from millrace.clone.compare import Name
 from millrace.clone.decision import Decision
-from millrace.postgres.describe import ComparedRelation, Described, Description, Key
+from millrace.postgres.compared import ComparedRelation
+from millrace.postgres.describe import Described, Description, Key
 from millrace.relation import Table
 
 

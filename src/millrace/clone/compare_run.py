@@ -39,16 +39,14 @@ from millrace.clone.source import sample_tables
 from millrace.config.dsn import Dsn
 from millrace.errors import ConfigError
 from millrace.postgres import catalog
-from millrace.postgres.connect import connect, resolve, server_encoding, translated
-from millrace.postgres.describe import (
+from millrace.postgres.compared import (
     ComparedRelation,
-    Connection,
-    Description,
     read_compared_relations,
     read_computed_columns,
-    read_description,
     read_partition_oids,
 )
+from millrace.postgres.connect import connect, resolve, server_encoding, translated
+from millrace.postgres.describe import Connection, Description, read_description
 from millrace.relation import Table
 from millrace.snapshot.export import open_snapshot
 

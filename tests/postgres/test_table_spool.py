@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import json
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import psycopg
 import pytest
+import typer
 from tests.fixtures.changes import Transaction, append, join, relation_version
 from tests.fixtures.receiving import Source, messages_of, without_relations
 from tests.fixtures.wait import wait_for
+from typer.testing import CliRunner
 
+from millrace.cli.stream_transform import transform
 from millrace.config.dsn import Dsn
-from millrace.errors import ConnectionLost, ServerError, WorkDirError
+from millrace.errors import ConfigError, ConnectionLost, ServerError, WorkDirError
 from millrace.postgres.connect import connect
 from millrace.postgres.pgoutput import scan
 from millrace.stream import table_spool
+from millrace.stream.change_range import ChangeSpool
+from millrace.stream.changes import iter_changes
 from millrace.stream.receive import receive
-from millrace.stream.spool import Reader, Writer
-from millrace.stream.spool_place import SpoolPlace
+from millrace.stream.sentinel import Sentinel, StreamSetup
+from millrace.stream.settings import SpoolKind
+from millrace.stream.spool import Reader, SpoolExtent, Writer
+from millrace.stream.spool_place import SpoolPlace, place_of
 from millrace.stream.spool_reader import SpoolReader
 from millrace.stream.spool_writer import SpoolWriter
 from millrace.stream.table_spool import TableSpoolReader, TableSpoolWriter
@@ -110,6 +119,62 @@ def test_what_was_written_is_read(kind: Kind) -> None:
     assert reader.plan(150, 1 << 30, 249) is None
     assert reader.bytes_after(transactions[-1].end_lsn) == 0
     assert reader.bytes_after(3750) >= len(transactions[-1].frames())
+
+
+def test_changes_are_read_from_either(kind: Kind, tmp_path: Path) -> None:
+    writer = kind.write()
+    for number in range(1, 40):
+        relation = 0 if number == 1 else None
+        append(writer, Transaction(number, rows=5, relation=relation).frames())
+        writer.sync()
+    writer.mark_idle(5000)
+    writer.sync()
+    writer.close()
+    spool = ChangeSpool(kind.place)
+    assert spool.extent() == SpoolExtent(0, 3950, 5000)
+    spool.check_until(5000)
+    with pytest.raises(WorkDirError, match=r"the spool in .* received them up to 0/1388 only"):
+        spool.check_until(5001)
+    ranges = spool.ranges(0, 3950, 1000)
+    assert len(ranges) > 3
+    again = pickle.loads(pickle.dumps(spool))
+    with again.opened() as reader:
+        rows = [
+            (row["xid"], row["position"], dict(row["new"])["id"])
+            for range_ in ranges
+            for batch in iter_changes(reader, range_, again.encoding)
+            for row in batch.to_pylist()
+        ]
+    assert [row[:2] for row in rows] == [(n, i) for n in range(1, 40) for i in range(5)]
+    assert {row[2] for row in rows} == {str(i) for i in range(5)}
+    assert kind.prune(2000) > 0
+    oldest = spool.extent().oldest_lsn
+    assert 0 < oldest <= 2000
+    with pytest.raises(WorkDirError, match="was pruned and begins after 0/"):
+        spool.ranges(oldest - 1, 3950, 1000)
+    assert spool.ranges(oldest, 3950, 1 << 30)[0].end_lsn == 3950
+
+
+def test_changes_on_the_target_are_printed(tmp_path: Path, target_db: str) -> None:
+    setup = StreamSetup("source", "printed", "pgoutput", "UTF8", 1, spool=SpoolKind.TABLE)
+    with Sentinel(tmp_path) as sentinel:
+        sentinel.write_setup(setup)
+    place = place_of(setup, tmp_path, Dsn.parse(target_db))
+    place.prepare()
+    try:
+        with place.open_writer() as writer:
+            append(writer, Transaction(1, rows=3, relation=0).frames())
+            writer.sync()
+        app = typer.Typer()
+        app.command()(transform)
+        asked = ["--dir", str(tmp_path), "--format", "json"]
+        assert isinstance(CliRunner().invoke(app, asked).exception, ConfigError)
+        lines = CliRunner().invoke(app, [*asked, "--target", target_db]).stdout.splitlines()
+        actions = [json.loads(line)["action"] for line in lines]
+        assert actions == ["begin", *["insert"] * 3, "commit"]
+    finally:
+        with connect(Dsn.parse(target_db), "test") as connection:
+            table_spool.uninstall(connection, place.stream)
 
 
 def test_a_chunk_never_splits_a_frame(kind: Kind) -> None:

@@ -11,9 +11,15 @@ import pytest
 from tests.fixtures.changes import Transaction, append, join
 
 from millrace.change import SCHEMA
+from millrace.config.dsn import Dsn
 from millrace.lsn import render_lsn
+from millrace.postgres.connect import connect
 from millrace.spark import change_source
 from millrace.spark.session import Engine
+from millrace.stream import table_spool
+from millrace.stream.sentinel import Sentinel, StreamSetup
+from millrace.stream.settings import SpoolKind
+from millrace.stream.spool_place import place_of
 from millrace.stream.spool_reader import prune
 from millrace.stream.spool_writer import SpoolWriter
 
@@ -77,6 +83,41 @@ def test_a_range_is_read_in_several_partitions(spark: Any, tmp_path: Path) -> No
     assert keys(some) == expected(6, 8)
     assert reader(spark, tmp_path, tables="public.other").load().count() == 0
     assert reader(spark, tmp_path, tables="public.t").load().count() == 200
+
+
+def test_a_spool_in_tables_of_the_target_is_read(
+    spark: Any, tmp_path: Path, target_db: str
+) -> None:
+    setup = StreamSetup("source", "tabled", "pgoutput", "UTF8", 1, spool=SpoolKind.TABLE)
+    with Sentinel(tmp_path) as sentinel:
+        sentinel.write_setup(setup)
+    place = place_of(setup, tmp_path, Dsn.parse(target_db))
+    place.prepare()
+    try:
+        with place.open_writer() as writer:
+            for number in range(1, 21):
+                relation = 0 if number == 1 else None
+                append(writer, Transaction(number, rows=10, relation=relation).frames())
+            writer.sync()
+        with pytest.raises(Exception, match="in tables of the target; give --target"):
+            reader(spark, tmp_path).load()
+        frame = reader(spark, tmp_path, target=target_db, maxBytesPerPartition="3000").load()
+        assert frame.rdd.getNumPartitions() > 3
+        assert keys(frame) == expected(1, 20)
+        query = (
+            spark.readStream.format(change_source.NAME)
+            .options(dir=str(tmp_path), target=target_db, maxBytesPerTrigger="3000")
+            .load()
+            .writeStream.format("memory")
+            .queryName("tabled")
+            .trigger(availableNow=True)
+            .start()
+        )
+        assert query.awaitTermination(60)
+        assert spark.table("tabled").count() == 200
+    finally:
+        with connect(Dsn.parse(target_db), "test") as connection:
+            table_spool.uninstall(connection, place.stream)
 
 
 def test_what_is_not_there_is_an_error(spark: Any, tmp_path: Path) -> None:

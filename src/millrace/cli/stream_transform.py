@@ -10,10 +10,12 @@ import typer
 from millrace.cli import options
 from millrace.log import setup_logging
 from millrace.lsn import parse_lsn
+from millrace.postgres.connect import resolve
 from millrace.stream.transform_format import OutputFormat
 
 
 def transform(
+    target: options.Target = "",
     directory: options.Directory = options.DEFAULT_DIRECTORY,
     after: Annotated[
         str,
@@ -49,7 +51,8 @@ def transform(
 
     A statement or a JSON object for each change, between lines for the begin and the commit of each
     transaction, with its xid, its position and its time. Nothing is applied, and nothing is
-    removed from the spool. It may be filled, and applied, at the same time.
+    removed from the spool. It may be filled, and applied, at the same time. A spool in tables of
+    the target needs --target; one in files does not.
 
     The SQL is UTF-8, and keeps triggers from firing: what they did on the source is among the
     changes. Whoever runs it must be allowed to set session_replication_role.
@@ -60,20 +63,22 @@ def transform(
     from millrace.stream.render import render
 
     setup_logging(verbose=verbose, quiet=quiet)
-    spool = open_change_spool(directory)
+    dsn = resolve(options.parse_dsn(target, "target")) if target else None
+    spool = open_change_spool(directory, dsn)
     extent = spool.extent()
     after_lsn = parse_lsn(after) if after else extent.oldest_lsn
     until_lsn = parse_lsn(until) if until else extent.last_end_lsn
     tables = parse_tables(",".join(table)) if table else None
     if until:
         spool.check_until(until_lsn)
-    batches = (
-        batch
-        for range_ in spool.ranges(after_lsn, until_lsn, _RANGE_BYTES)
-        for batch in iter_changes(spool.reader(), range_, spool.encoding, tables=tables)
-    )
-    for line in render(batches, form):
-        sys.stdout.buffer.write(line.encode() + b"\n")
+    with spool.opened() as reader:
+        batches = (
+            batch
+            for range_ in spool.ranges(after_lsn, until_lsn, _RANGE_BYTES)
+            for batch in iter_changes(reader, range_, spool.encoding, tables=tables)
+        )
+        for line in render(batches, form):
+            sys.stdout.buffer.write(line.encode() + b"\n")
     sys.stdout.buffer.flush()
 
 

@@ -11,7 +11,8 @@ whenever and wherever they are read; an offset whose changes were pruned is an e
 
 The options are in `ChangeOptions`; the columns are those of `millrace.change`. Each partition is a
 range of the spool with its changes in commit order, and partitions are in the same order. The work
-directory must be readable where tasks run, and this package installed there.
+directory must be readable where tasks run, or the target must be for a spool in its tables, and
+this package installed there.
 
 Facts: pyspark.sql.datasource; facts/spark.md, 1 (the reader lives in a process of its own, plans
 there, and is pickled to the tasks; what it raises reaches the user as text only).
@@ -38,9 +39,11 @@ from pyspark.sql.streaming.datasource import (
     SupportsTriggerAvailableNow,
 )
 
+from millrace.config.dsn import Dsn
 from millrace.config.size import parse_size
 from millrace.errors import ConfigError, MillraceError, WorkDirError
 from millrace.lsn import parse_lsn, render_lsn
+from millrace.postgres.connect import resolve
 from millrace.stream.change_range import ChangeSpool, open_change_spool, parse_tables
 from millrace.stream.changes import iter_changes
 from millrace.stream.spool import Range
@@ -75,7 +78,7 @@ def register(spark: SparkSession) -> None:
 class ChangeOptions:
     """What a reader is told with `.option(name, value)`."""
 
-    # dir: the work directory of the stream.
+    # dir: the work directory of the stream; target: of a stream whose spool is in tables there.
     spool: ChangeSpool
     # after: transactions that end after this position; by default all the spool holds.
     after_lsn: int | None
@@ -90,7 +93,8 @@ class ChangeOptions:
 
     @classmethod
     def parse(cls, options: Mapping[str, str]) -> ChangeOptions:
-        known = {"dir", "after", "until", "tables", "maxbytespertrigger", "maxbytesperpartition"}
+        known = {"dir", "target", "after", "until", "tables"}
+        known |= {"maxbytespertrigger", "maxbytesperpartition"}
         unknown = sorted(set(map(str.lower, options)) - known - {"path"})
         if unknown:
             raise ConfigError(
@@ -101,8 +105,11 @@ class ChangeOptions:
             raise ConfigError(
                 f"{NAME}: the option dir is missing", hint="name the work directory of the stream"
             )
+        target = options.get("target")
         return cls(
-            open_change_spool(Path(directory).absolute()),
+            open_change_spool(
+                Path(directory).absolute(), resolve(Dsn.parse(target)) if target else None
+            ),
             _lsn(options.get("after")),
             _lsn(options.get("until")),
             parse_tables(options["tables"]) if options.get("tables") else None,
@@ -185,11 +192,11 @@ class ChangeStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             after = parse_lsn(start["lsn"])
             options.spool.check_after(after)
             until = self._until()
+            size = getattr(limit, "max_bytes", options.max_bytes_per_trigger)
             if isinstance(limit, ReadAllAvailable):
-                last = options.spool.reader().plan(after, _ALL, until)
-            else:
-                size = getattr(limit, "max_bytes", options.max_bytes_per_trigger)
-                last = options.spool.reader().plan(after, size, until)
+                size = _ALL
+            with options.spool.opened() as reader:
+                last = reader.plan(after, size, until)
             return start if last is None else _offset(last.end_lsn)
 
     def prepareForTriggerAvailableNow(self) -> None:
@@ -204,7 +211,7 @@ class ChangeStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             found = _partitions(self._options, parse_lsn(start["lsn"]), until)
             if found and found[-1].value.range.end_lsn != until:
                 raise WorkDirError(
-                    f"the spool in {self._options.spool.directory} has no transaction that ends at "
+                    f"{self._options.spool.place.label} has no transaction that ends at "
                     f"{render_lsn(until)}, where the query's checkpoint is",
                     hint="the checkpoint belongs to another stream: give the query a new one",
                 )
@@ -234,8 +241,7 @@ def _read(partition: InputPartition) -> Iterator[pa.RecordBatch]:
     piece: ChangeRange | None = partition.value
     if piece is None:
         return
-    with _explained():
-        reader = piece.spool.reader()
+    with _explained(), piece.spool.opened() as reader:
         yield from iter_changes(reader, piece.range, piece.spool.encoding, tables=piece.tables)
 
 

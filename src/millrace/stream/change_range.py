@@ -7,19 +7,20 @@ pruned, and what was not received yet, is never left out silently.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from millrace.config.dsn import Dsn
 from millrace.errors import ConfigError, WorkDirError
 from millrace.lsn import render_lsn
 from millrace.postgres.encoding import python_encoding
-from millrace.stream.segment import list_segments
 from millrace.stream.sentinel import FILE, Sentinel
 from millrace.stream.settings import SpoolKind
-from millrace.stream.spool import FOLDER, Range
-from millrace.stream.spool_index import RELATION, IndexFile
-from millrace.stream.spool_reader import SpoolReader
+from millrace.stream.spool import FOLDER, Range, Reader, SpoolExtent
+from millrace.stream.spool_place import SpoolPlace, place_of
 
 # "schema.table", either part quoted as in SQL.
 _PART: Final = r'(?:"(?:[^"]|"")+"|[^".,\s][^".,]*)'
@@ -27,49 +28,32 @@ _TABLES: Final = re.compile(rf"\s*({_PART})\.({_PART})\s*(?:,|$)")
 
 
 @dataclass(frozen=True)
-class SpoolExtent:
-    """What a spool holds now."""
-
-    # Changes after this position are there.
-    oldest_lsn: int
-    # The end of its last transaction.
-    last_end_lsn: int
-    # Nothing is missing up to here.
-    complete_lsn: int
-
-
-@dataclass(frozen=True)
 class ChangeSpool:
-    """The spool of a work directory, for reading changes; survives pickle."""
+    """The spool of a stream, for reading changes; survives pickle."""
 
-    directory: Path
-    # Python's name of the encoding of its values.
-    encoding: str
+    place: SpoolPlace
 
-    def reader(self) -> SpoolReader:
-        return SpoolReader(self.directory, self.encoding)
+    @property
+    def encoding(self) -> str:
+        """Python's name of the encoding of its values."""
+        return self.place.encoding
+
+    @contextmanager
+    def opened(self) -> Iterator[Reader]:
+        with closing(self.place.open_reader()) as reader:
+            yield reader
 
     def extent(self) -> SpoolExtent:
-        files = list_segments(self.directory / FOLDER)
-        if not files:
-            return SpoolExtent(0, 0, 0)
-        first = IndexFile(files[0].index_path)
-        first.read()
-        # Transactions that began in a segment that is gone.
-        torn = first.commits[first.commits["begin"] < files[0].position]
-        oldest = int(torn["end_lsn"][-1]) if len(torn) else files[0].lsn
-        last = IndexFile(files[-1].index_path).read()
-        ends = last["end_lsn"][last["kind"] != RELATION]
-        complete = int(ends.max()) if len(ends) else files[-1].lsn
-        return SpoolExtent(oldest, self.reader().last_end_lsn(), complete)
+        with self.opened() as reader:
+            return reader.extent()
 
     def check_after(self, after_lsn: int) -> None:
         """Refuse a position whose changes are gone."""
         oldest = self.extent().oldest_lsn
         if after_lsn < oldest:
             raise WorkDirError(
-                f"changes after {render_lsn(after_lsn)} are asked for, but the spool in "
-                f"{self.directory} was pruned and begins after {render_lsn(oldest)}",
+                f"changes after {render_lsn(after_lsn)} are asked for, but {self.place.label} was "
+                f"pruned and begins after {render_lsn(oldest)}",
                 hint="begin there, and follow with --keep-spool so that nothing is pruned",
             )
 
@@ -78,43 +62,37 @@ class ChangeSpool:
         complete = self.extent().complete_lsn
         if until_lsn > complete:
             raise WorkDirError(
-                f"changes until {render_lsn(until_lsn)} are asked for, but the spool in "
-                f"{self.directory} has received them up to {render_lsn(complete)} only",
+                f"changes until {render_lsn(until_lsn)} are asked for, but {self.place.label} has "
+                f"received them up to {render_lsn(complete)} only",
                 hint="wait for the receiver, or ask for less",
             )
 
     def ranges(self, after_lsn: int, until_lsn: int, max_bytes: int) -> list[Range]:
         """The transactions that end after one position and up to another, in pieces."""
         self.check_after(after_lsn)
-        reader = self.reader()
         found = []
-        while (one := reader.plan(after_lsn, max_bytes, until_lsn)) is not None:
-            found.append(one)
-            after_lsn = one.end_lsn
+        with self.opened() as reader:
+            while (one := reader.plan(after_lsn, max_bytes, until_lsn)) is not None:
+                found.append(one)
+                after_lsn = one.end_lsn
         return found
 
 
-def open_change_spool(directory: Path) -> ChangeSpool:
-    """The spool of a work directory, which must be there."""
+def open_change_spool(directory: Path, target: Dsn | None = None) -> ChangeSpool:
+    """The spool of a work directory, which must be there; `target` if it is in tables there."""
+    setup = None
+    if (directory / FILE).exists():
+        with Sentinel(directory) as sentinel:
+            setup = sentinel.read_setup()
+    if setup is not None and setup.spool == SpoolKind.TABLE:
+        return ChangeSpool(place_of(setup, directory, target))
     if not (directory / FOLDER).is_dir():
         raise WorkDirError(
             f"{directory} holds no spool",
             hint="give the --dir of `millrace follow` or `millrace stream receive`",
         )
-    return ChangeSpool(directory, python_encoding(_read_encoding(directory)))
-
-
-def _read_encoding(directory: Path) -> str:
-    if not (directory / FILE).exists():
-        return "UTF8"
-    with Sentinel(directory) as sentinel:
-        setup = sentinel.read_setup()
-    if setup is not None and setup.spool == SpoolKind.TABLE:
-        raise WorkDirError(
-            f"the spool of {directory} is in a table of the target",
-            hint="changes can be read from a spool in files: begin a stream with --spool files",
-        )
-    return setup.encoding if setup is not None else "UTF8"
+    encoding = python_encoding(setup.encoding if setup is not None else "UTF8")
+    return ChangeSpool(SpoolPlace(directory, encoding, ""))
 
 
 def parse_tables(text: str) -> frozenset[tuple[str, str]]:

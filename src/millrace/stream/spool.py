@@ -37,6 +37,18 @@ class Range:
     end: int = 0
 
 
+@dataclass(frozen=True)
+class SpoolExtent:
+    """What a spool holds now."""
+
+    # Changes after this position are there.
+    oldest_lsn: int
+    # The end of its last transaction.
+    last_end_lsn: int
+    # Nothing is missing up to here.
+    complete_lsn: int
+
+
 class Writer(Protocol):
     """What a receiver needs of a spool."""
 
@@ -83,6 +95,8 @@ class Reader(Protocol):
     """What an applier needs of a spool."""
 
     def last_end_lsn(self) -> int: ...
+
+    def extent(self) -> SpoolExtent: ...
 
     def plan(self, after_lsn: int, max_bytes: int, until_lsn: int | None) -> Range | None: ...
 

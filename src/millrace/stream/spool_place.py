@@ -35,6 +35,12 @@ class SpoolPlace:
     # Of the database whose tables hold it; None for files.
     target: Dsn | None = None
 
+    @property
+    def label(self) -> str:
+        """For messages."""
+        where = self.directory if self.target is None else "tables of the target"
+        return f"the spool in {where}"
+
     def prepare(self) -> None:
         """Make what a reader must find, if it is not there."""
         if self.target is not None:

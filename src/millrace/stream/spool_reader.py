@@ -33,8 +33,9 @@ from millrace.stream.segment import (
     remove_segment,
     sync_folder,
 )
-from millrace.stream.spool import FOLDER, Range
+from millrace.stream.spool import FOLDER, Range, SpoolExtent
 from millrace.stream.spool_index import (
+    RELATION,
     IndexFile,
     Records,
     relations_before,
@@ -51,6 +52,20 @@ class SpoolReader:
 
     def close(self) -> None:
         """Nothing stays open."""
+
+    def extent(self) -> SpoolExtent:
+        files = list_segments(self._folder)
+        if not files:
+            return SpoolExtent(0, 0, 0)
+        first = IndexFile(files[0].index_path)
+        first.read()
+        # Transactions that began in a segment that is gone.
+        torn = first.commits[first.commits["begin"] < files[0].position]
+        oldest = int(torn["end_lsn"][-1]) if len(torn) else files[0].lsn
+        last = IndexFile(files[-1].index_path).read()
+        ends = last["end_lsn"][last["kind"] != RELATION]
+        complete = int(ends.max()) if len(ends) else files[-1].lsn
+        return SpoolExtent(oldest, self.last_end_lsn(), complete)
 
     def last_end_lsn(self) -> int:
         """The end of the last transaction that is on disk; 0 if there is none."""

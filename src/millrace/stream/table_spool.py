@@ -37,7 +37,7 @@ from millrace.postgres.pgoutput import (
 )
 from millrace.postgres.schemas import INSTALL_STREAM_SCHEMA
 from millrace.stream.position import TAKE_OVER_SECONDS, drop_origin
-from millrace.stream.spool import Range
+from millrace.stream.spool import Range, SpoolExtent
 
 Connection = psycopg.Connection[tuple[Any, ...]]
 # Where a property has the name of the type.
@@ -371,6 +371,19 @@ class TableSpoolReader:
     def close(self) -> None:
         if self._kept is not None:
             self._kept.close()
+
+    def extent(self) -> SpoolExtent:
+        with self._session() as connection:
+            row = connection.execute(
+                "SELECT coalesce((array_agg(previous_lsn ORDER BY end_lsn))[1], '0/0')::text,"
+                " coalesce(max(end_lsn), '0/0')::text,"
+                " coalesce(pg_replication_origin_progress(%s, true), '0/0')::text"
+                " FROM replication.raw_messages WHERE stream = %s AND end_lsn IS NOT NULL",
+                (origin_name(self._stream), self._stream),
+            ).fetchone()
+        assert row is not None
+        oldest, last_end, complete = map(parse_lsn, row)
+        return SpoolExtent(oldest, last_end, max(last_end, complete))
 
     def last_end_lsn(self) -> int:
         """The end of the last transaction there is; 0 if there is none."""

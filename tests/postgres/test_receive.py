@@ -561,7 +561,8 @@ def test_an_encrypted_connection_gives_the_same_frames(tmp_path: Path, batches: 
         source.close()
 
 
-def test_a_promoted_standby_goes_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("batches", [NO_BATCHES, BATCHES], ids=["streamed", "in batches"])
+def test_a_promoted_standby_goes_on(tmp_path: Path, batches: BatchSizes) -> None:
     """With a slot that the standby keeps in step, as PostgreSQL 17 can."""
     settings = {
         "hot_standby_feedback": "on",
@@ -581,7 +582,7 @@ def test_a_promoted_standby_goes_on(tmp_path: Path) -> None:
             " user=postgres dbname=postgres'"
         )
         standby.restart()
-        source = Source(uri, TABLE)
+        source = Source(uri, TABLE, batches=batches)
         source.execute(f"SELECT pg_drop_replication_slot('{source.oracle_slot}')")
         numbers = itertools.count(1)
 

@@ -210,7 +210,7 @@ class FollowPlay(Move):
         table = TABLES[self._columns % len(TABLES)]
         self._columns += 1
         name = f"extra_{self._columns}"
-        # It must survive a restart, whatever the server's settings: the source sends it from now on.
+        # To survive a restart, whatever the settings: the source sends it from now on.
         settings = "SET lock_timeout = '3s'; SET synchronous_commit = on"
         add = f"{settings}; ALTER TABLE {table} ADD COLUMN IF NOT EXISTS {name} {kind}"
         _insist(self.target_uri, add)

@@ -116,6 +116,8 @@ def test_a_stream_that_begins_anew_ends_where_it_was_told(
     with psycopg.connect(source_db, autocommit=True) as connection:
         connection.execute("SET synchronous_commit = on")
         connection.execute("CREATE TABLE t (id int PRIMARY KEY)")
+        connection.execute("CREATE PUBLICATION theirs FOR TABLE t")
+        connection.execute("COMMENT ON PUBLICATION theirs IS 'of others'")
         for options in ([], ["--restart", "--drop-if-exists"]):
             connection.execute("INSERT INTO t SELECT count(*) + 1 FROM t")
             row = connection.execute("SELECT pg_current_wal_flush_lsn()").fetchone()
@@ -124,6 +126,13 @@ def test_a_stream_that_begins_anew_ends_where_it_was_told(
             assert done.returncode == 0, done.stderr
     with psycopg.connect(target_db) as connection:
         assert connection.execute("SELECT count(*) FROM t").fetchone() == (2,)
+        # The stream's own belong to the source.
+        publications = "SELECT pubname, tablename FROM pg_publication LEFT JOIN"
+        publications += " pg_publication_tables USING (pubname)"
+        assert connection.execute(publications).fetchall() == [("theirs", "t")]
+    sides = ["--source", source_db, "--target", target_db]
+    compared = _run([*command[:3], "compare", "schema", *sides])
+    assert compared.returncode == 0, compared.stdout + compared.stderr
     cleaned = _run([*command[:3], "stream", "cleanup", *command[5:]])
     assert cleaned.returncode == 0, cleaned.stderr
 

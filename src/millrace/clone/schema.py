@@ -95,7 +95,7 @@ def plan_restore(
         else:
             lists.before.append(entry)
     for entry in post_data:
-        if _left_out(entry, settings):
+        if _left_out(entry, settings) or _publication_of(entry) in catalog.own_publications:
             continue
         if entry.description in ("INDEX", "CONSTRAINT", "FK CONSTRAINT") and (
             (entry.catalog_oid, entry.object_oid) in ours
@@ -126,6 +126,14 @@ def _pass(entry: Entry) -> int:
     if entry.description == "COMMENT" and entry.rest.startswith("- EVENT TRIGGER "):
         return _PASSES["EVENT TRIGGER"]
     return _PASSES.get(entry.description, 0)
+
+
+def _publication_of(entry: Entry) -> str | None:
+    """The publication that an entry is about; its name has no spaces if it is ours."""
+    words = entry.rest.split(" ")
+    if entry.description.startswith("PUBLICATION"):
+        return words[1]
+    return words[2] if entry.description == "COMMENT" and words[1] == "PUBLICATION" else None
 
 
 def _left_out(entry: Entry, settings: SchemaSettings) -> bool:

@@ -85,6 +85,7 @@ def read_catalog(
             partitioned_tables=tuple(catalog.read_relations_of_kind(connection, "p")),
             materialized_views=tuple(catalog.read_relations_of_kind(connection, "m")),
             view_indexes=catalog.read_view_indexes(connection),
+            own_publications=catalog.read_own_publications(connection),
             schemas=catalog.read_schemas(connection),
             schema_owners=catalog.read_schema_owners(connection),
             families=read_families(connection),

@@ -18,7 +18,7 @@ from millrace.errors import ServerError
 from millrace.postgres import catalog
 from millrace.postgres.connect import connect, translated
 from millrace.postgres.quote import ident, literal, qualified
-from millrace.postgres.schemas import USER_SCHEMA
+from millrace.postgres.schemas import USER_PUBLICATION, USER_SCHEMA
 
 log = logging.getLogger(__name__)
 
@@ -126,12 +126,12 @@ SELECT c.oid::int8, n.nspname, c.relname, c.relispartition
    AND NOT EXISTS (SELECT FROM pg_depend e WHERE e.objid = c.oid
                    AND e.classid = 'pg_class'::regclass AND e.deptype = 'e')"""
 
-_OTHERS = """
+_OTHERS = f"""
 SELECT 'EVENT TRIGGER', 'pg_event_trigger'::regclass::oid::int8, oid::int8, evtname
   FROM pg_event_trigger
 UNION ALL
-SELECT 'PUBLICATION', 'pg_publication'::regclass::oid::int8, oid::int8, pubname
-  FROM pg_publication"""
+SELECT 'PUBLICATION', 'pg_publication'::regclass::oid::int8, p.oid::int8, p.pubname
+  FROM pg_publication p WHERE {USER_PUBLICATION}"""
 
 # Filters are not about subscriptions. Their names are what everyone may read.
 _SUBSCRIPTIONS = """

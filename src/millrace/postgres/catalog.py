@@ -18,7 +18,7 @@ from typing import Any
 import psycopg
 
 from millrace.postgres.quote import ident, literal, qualified
-from millrace.postgres.schemas import USER_SCHEMA
+from millrace.postgres.schemas import USER_PUBLICATION, USER_SCHEMA
 from millrace.relation import (
     Column,
     Extension,
@@ -364,6 +364,14 @@ def read_relations_of_kind(connection: Connection, kind: str) -> list[tuple[int,
         ),
         (kind,),
     ).fetchall()
+
+
+def read_own_publications(connection: Connection) -> frozenset[str]:
+    """Names of the publications that streams made."""
+    rows = connection.execute(
+        f"SELECT p.pubname FROM pg_publication p WHERE NOT {USER_PUBLICATION}"
+    )
+    return frozenset(name for (name,) in rows)
 
 
 def read_view_indexes(connection: Connection) -> frozenset[int]:

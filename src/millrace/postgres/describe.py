@@ -24,7 +24,7 @@ import psycopg
 
 from millrace.postgres import catalog
 from millrace.postgres.quote import ident
-from millrace.postgres.schemas import USER_SCHEMA
+from millrace.postgres.schemas import USER_PUBLICATION, USER_SCHEMA
 
 Connection = psycopg.Connection[tuple[Any, ...]]
 Key = tuple[str, str]
@@ -501,7 +501,7 @@ SELECT {_key("pg_publication_rel", "m.oid")},
   JOIN pg_publication p ON p.oid = m.prpubid
   JOIN pg_class c ON c.oid = m.prrelid
   JOIN pg_namespace n ON n.oid = c.relnamespace
- WHERE {USER_SCHEMA}"""
+ WHERE {USER_SCHEMA} AND {USER_PUBLICATION}"""
     if version < 150000:
         return [tables.format(more=", NULL::text[] AS columns, NULL AS where")]
     columns = """, (SELECT array_agg(a.attname::text ORDER BY a.attname COLLATE "C")
@@ -547,7 +547,7 @@ SELECT o.class::oid::int8, o.oid::int8, i.type, ARRAY[]::text[], i.identity,
                FROM pg_foreign_server
         UNION ALL SELECT 'pg_publication'::regclass, oid, NULL,
                concat_ws(' ', puballtables, pubinsert, pubupdate, pubdelete, pubtruncate,
-                         pubviaroot) FROM pg_publication
+                         pubviaroot) FROM pg_publication p WHERE {USER_PUBLICATION}
         UNION ALL SELECT 'pg_event_trigger'::regclass, oid, NULL,
                concat_ws(' ', evtevent, evtfoid::regproc, evtenabled, evttags)
                FROM pg_event_trigger) o

@@ -1,7 +1,8 @@
 """Which schemas are the user's, and the one in which a stream keeps its tables.
 
-Invariant: every query that lists a user's objects uses USER_SCHEMA, so that what we made ourselves
-is never copied, compared or followed. A schema of the user's own that has the same name is theirs.
+Invariant: every query that lists a user's objects uses USER_SCHEMA or USER_PUBLICATION, so that
+what we made ourselves is never copied, compared or followed. A schema of the user's own that has
+the same name is theirs.
 """
 
 from __future__ import annotations
@@ -24,6 +25,13 @@ USER_TABLE: Final = (
     " AND e.objid = c.oid AND e.deptype = 'e')"
     " OR EXISTS (SELECT FROM pg_extension x, unnest(x.extconfig, x.extcondition) AS t (oid, rows)"
     " WHERE t.oid = c.oid AND t.rows = ''))"
+)
+# A stream's publications have this comment, and the name of its slot behind.
+PUBLICATION_COMMENT: Final = f"{_COMMENT} for replication slot "
+# For a pg_publication that the query calls p.
+USER_PUBLICATION: Final = (
+    "NOT EXISTS (SELECT FROM pg_description d WHERE d.classoid = 'pg_publication'::regclass"
+    f" AND d.objoid = p.oid AND starts_with(d.description, '{PUBLICATION_COMMENT}'))"
 )
 STREAM_SCHEMA: Final = "replication"
 INSTALL_STREAM_SCHEMA: Final = f"""

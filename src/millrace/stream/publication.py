@@ -16,18 +16,18 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import psycopg
 
 from millrace.errors import PreflightError
 from millrace.postgres.connect import translated
 from millrace.postgres.quote import ident, literal, qualified
+from millrace.postgres.schemas import PUBLICATION_COMMENT as COMMENT
 from millrace.postgres.schemas import USER_SCHEMA, USER_TABLE
 
 Connection = psycopg.Connection[tuple[Any, ...]]
 
-COMMENT: Final = "made by millrace for replication slot "
 # PostgreSQL's names end after 63 bytes.
 _NAME_BYTES = 63
 _SUFFIX = "_insert_only"

@@ -11,6 +11,7 @@ import inspect
 import sys
 import tempfile
 from collections.abc import Iterator
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,10 @@ END = "<!-- end generated -->"
 # Which errors a command of a page can end with; a page that is not here lists all of them, as
 # exit-codes.md does.
 CODES = {
-    "clone.md": (2, 3, 4, 5, 6, 70),
+    "clone.md": (2, 3, 4, 5, 6, 7, 70),
     "compare.md": (2, 5, 9, 70),
     "list.md": (2, 4, 5, 70),
-    "demo.md": (2, 3, 5, 9, 70),
+    "demo.md": (2, 3, 5, 7, 9, 70),
 }
 # Commands with nothing to tell.
 WITHOUT_PAGE = ("version",)
@@ -138,8 +139,13 @@ def _value(option: Any) -> str:
     """What stands after the name; nothing for a flag."""
     if option.is_flag or getattr(option, "count", False):
         return ""
+    if isinstance(option.default, Enum):
+        choices = "|".join(str(one.value) for one in type(option.default))
+        return f" {option.metavar or choices}"
     kinds = {int: "N", float: "N", str: "TEXT"}
-    return f" {option.metavar or kinds.get(type(option.default), 'PATH')}"
+    # Without a default, the type that was declared.
+    kind = option.type_descriptor.annotation if option.default is None else type(option.default)
+    return f" {option.metavar or kinds.get(kind, 'PATH')}"
 
 
 def _variable(option: Any) -> str:

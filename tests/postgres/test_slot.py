@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from millrace.config.dsn import Dsn
 from millrace.errors import PreflightError, ServerError
 from millrace.lsn import parse_lsn
 from millrace.postgres.connect import connect
+from millrace.stream.begin import require_silence
 from millrace.stream.publication import (
     create_publications,
     publication_names,
@@ -251,3 +253,19 @@ def _millrace(*arguments: str, env: dict[str, str]) -> str:
     out, error = process.communicate(timeout=60)
     assert process.returncode == 0, error
     return out
+
+
+def test_a_role_that_can_not_silence_triggers_is_told_before_the_copy(target_db: str) -> None:
+    name = f"mover_{time.time_ns()}"
+    with psycopg.connect(target_db, autocommit=True) as connection:
+        connection.execute(f"CREATE ROLE {name} LOGIN".encode())
+        try:
+            mover = Dsn.parse(f"{target_db}&user={name}")
+            with pytest.raises(PreflightError, match=f"{name} may not set") as caught:
+                require_silence(mover)
+            grant, _, _ = caught.value.hint.partition(";")
+            connection.execute(grant.removeprefix("since version 15: ").encode())
+            require_silence(mover)
+        finally:
+            connection.execute(f"DROP OWNED BY {name}".encode())
+            connection.execute(f"DROP ROLE {name}".encode())

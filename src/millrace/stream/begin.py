@@ -12,13 +12,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psycopg
+
 from millrace.clone.decision import PG_CLASS_OID, Decision
 from millrace.clone.filter import FilterRules
 from millrace.clone.filtering import read_decision
 from millrace.config.dsn import Dsn
-from millrace.errors import ConfigError, MillraceError, WorkDirError
+from millrace.errors import ConfigError, MillraceError, PreflightError, WorkDirError
 from millrace.lsn import parse_lsn
 from millrace.postgres.connect import connect, server_encoding, translated
+from millrace.postgres.quote import ident
 from millrace.postgres.schemas import USER_SCHEMA
 from millrace.snapshot.holder import Held, hold, read_held
 from millrace.stream.publication import read_published_tables
@@ -49,6 +52,7 @@ def open_slot_snapshot(
     If what is done under a new one fails, its slot goes too: nobody could use it, and it would
     make the source keep its WAL.
     """
+    require_silence(target)
     held = read_held(directory)
     if held is not None:
         if held.slot is None:
@@ -76,6 +80,21 @@ def open_slot_snapshot(
         except BaseException:
             _drop(directory, source, target, slot.name, source.identity())
             raise
+
+
+def require_silence(target: Dsn) -> None:
+    """Raise if changes could not be applied without firing triggers: soon, and not after hours of
+    copying."""
+    with connect(target, "setup") as connection:
+        try:
+            connection.execute("SET session_replication_role = replica")
+        except psycopg.errors.InsufficientPrivilege:
+            role = connection.info.user
+            raise PreflightError(
+                f"{role} may not set session_replication_role on the target",
+                hint=f"since version 15: GRANT SET ON PARAMETER session_replication_role TO "
+                f"{ident(role)}; or connect as a superuser",
+            ) from None
 
 
 def forget_stream(directory: Path, source: Dsn, target: Dsn) -> None:

@@ -168,8 +168,9 @@ class SourceCatalog:
     materialized_views: tuple[tuple[int, str, str], ...] = ()
     # OIDs of the indexes of these.
     view_indexes: frozenset[int] = frozenset()
-    # Names of the publications that streams made: they stay where they are.
-    own_publications: frozenset[str] = frozenset()
+    # Publications that streams made, and the tables in them: they stay where they are. Catalog,
+    # OID and the publication's name of each.
+    own_publications: frozenset[tuple[int, int, str]] = frozenset()
     schemas: dict[int, str] = field(default_factory=dict)
     # Their owners, but for a public schema that is still the server's own.
     schema_owners: dict[int, str] = field(default_factory=dict)

@@ -116,6 +116,9 @@ def test_a_stream_that_begins_anew_ends_where_it_was_told(
     with psycopg.connect(source_db, autocommit=True) as connection:
         connection.execute("SET synchronous_commit = on")
         connection.execute("CREATE TABLE t (id int PRIMARY KEY)")
+        connection.execute('CREATE SCHEMA "two words"')
+        connection.execute('CREATE TABLE "two words"."o ne" (id int PRIMARY KEY)')
+        connection.execute('CREATE TABLE "two words"."loose" (id int)')
         connection.execute("CREATE PUBLICATION theirs FOR TABLE t")
         connection.execute("COMMENT ON PUBLICATION theirs IS 'of others'")
         for options in ([], ["--restart", "--drop-if-exists"]):

@@ -94,8 +94,9 @@ def plan_restore(
             lists.existing.append(entry)
         else:
             lists.before.append(entry)
+    own = _own(catalog, post_data)
     for entry in post_data:
-        if _left_out(entry, settings) or _publication_of(entry) in catalog.own_publications:
+        if _left_out(entry, settings) or entry.line in own:
             continue
         if entry.description in ("INDEX", "CONSTRAINT", "FK CONSTRAINT") and (
             (entry.catalog_oid, entry.object_oid) in ours
@@ -128,12 +129,17 @@ def _pass(entry: Entry) -> int:
     return _PASSES.get(entry.description, 0)
 
 
-def _publication_of(entry: Entry) -> str | None:
-    """The publication that an entry is about; its name has no spaces if it is ours."""
-    words = entry.rest.split(" ")
-    if entry.description.startswith("PUBLICATION"):
-        return words[1]
-    return words[2] if entry.description == "COMMENT" and words[1] == "PUBLICATION" else None
+def _own(catalog: SourceCatalog, entries: list[Entry]) -> set[str]:
+    """The lines of entries that belong to a stream. A comment has no OID; the names of ours have
+    no spaces."""
+    own = {(class_oid, oid) for class_oid, oid, _ in catalog.own_publications}
+    comments = {f"- PUBLICATION {name}" for _, _, name in catalog.own_publications}
+    return {
+        entry.line
+        for entry in entries
+        if (entry.catalog_oid, entry.object_oid) in own
+        or (entry.description == "COMMENT" and entry.rest.rsplit(" ", 1)[0] in comments)
+    }
 
 
 def _left_out(entry: Entry, settings: SchemaSettings) -> bool:

@@ -366,12 +366,15 @@ def read_relations_of_kind(connection: Connection, kind: str) -> list[tuple[int,
     ).fetchall()
 
 
-def read_own_publications(connection: Connection) -> frozenset[str]:
-    """Names of the publications that streams made."""
-    rows = connection.execute(
-        f"SELECT p.pubname FROM pg_publication p WHERE NOT {USER_PUBLICATION}"
-    )
-    return frozenset(name for (name,) in rows)
+def read_own_publications(connection: Connection) -> frozenset[tuple[int, int, str]]:
+    """Catalog, OID and name of the publications that streams made, and of what is in them."""
+    query = f"""
+        SELECT o.class::oid::int8, o.oid::int8, p.pubname FROM pg_publication p,
+               LATERAL (SELECT 'pg_publication'::regclass, p.oid
+                        UNION ALL SELECT 'pg_publication_rel'::regclass, r.oid
+                          FROM pg_publication_rel r WHERE r.prpubid = p.oid) AS o (class, oid)
+         WHERE NOT {USER_PUBLICATION}"""
+    return frozenset(connection.execute(query).fetchall())
 
 
 def read_view_indexes(connection: Connection) -> frozenset[int]:

@@ -138,7 +138,7 @@ def _own(catalog: SourceCatalog, entries: list[Entry]) -> set[str]:
         entry.line
         for entry in entries
         if (entry.catalog_oid, entry.object_oid) in own
-        or (entry.description == "COMMENT" and entry.rest.rsplit(" ", 1)[0] in comments)
+        or (entry.description == "COMMENT" and " ".join(entry.rest.split(" ")[:3]) in comments)
     }
 
 

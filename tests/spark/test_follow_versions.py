@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -137,6 +139,32 @@ def test_a_stream_that_begins_anew_ends_where_it_was_told(
     compared = _run([*command[:3], "compare", "schema", *sides])
     assert compared.returncode == 0, compared.stdout + compared.stderr
     cleaned = _run([*command[:3], "stream", "cleanup", *command[5:]])
+    assert cleaned.returncode == 0, cleaned.stderr
+
+
+def test_half_a_copy_is_not_followed(source_db: str, target_db: str, tmp_path: Path) -> None:
+    with psycopg.connect(source_db, autocommit=True) as connection:
+        connection.execute("CREATE TABLE t AS SELECT generate_series(1, 1000) AS id")
+        connection.execute("CREATE TABLE u AS SELECT generate_series(1, 1000) AS id")
+    sides = [
+        "--source", source_db, "--target", target_db, "--dir", str(tmp_path / "work"),
+    ]  # fmt: skip
+    command = [sys.executable, "-m", "millrace"]
+    slot = ["--slot-name", f"half_{time.time_ns()}"]
+    killed = subprocess.run(
+        [*command, "clone", "--follow", *sides, *slot],
+        env=os.environ | {"MILLRACE_FAILPOINTS": "schema.dumped=kill"},
+        capture_output=True,
+        timeout=DEADLINE_SECONDS,
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    try:
+        for step in (["follow"], ["stream", "catchup"]):
+            refused = _run([*command, *step, *sides])
+            assert refused.returncode == 4, refused.stderr
+            assert "the copy in" in refused.stderr
+    finally:
+        cleaned = _run([*command, "stream", "cleanup", *sides, *slot])
     assert cleaned.returncode == 0, cleaned.stderr
 
 

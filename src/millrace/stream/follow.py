@@ -13,7 +13,9 @@ from contextlib import closing
 from pathlib import Path
 from typing import Protocol
 
+from millrace.clone.directory import read_setup
 from millrace.clone.engine import Engine
+from millrace.clone.standing import read_standing
 from millrace.config.dsn import Dsn
 from millrace.errors import ConnectionLost, MillraceError, WorkDirError
 from millrace.lsn import render_lsn
@@ -70,6 +72,7 @@ def open_catchup(
     settings: FollowSettings, setup: StreamSetup, engine: Engine, sentinel: Sentinel
 ) -> Catchup:
     """Apply, with its positions on the target made or found."""
+    _require_copied(settings.directory, settings.target)
     place = place_of(setup, settings.directory, settings.target)
     place.prepare()
     task = ApplyTask(
@@ -90,6 +93,21 @@ def open_catchup(
     cancel_sessions(settings.target, f"{APPLICATION} apply {setup.slot_name}%")
     catchup.setup(setup.start_lsn)
     return catchup
+
+
+def _require_copied(directory: Path, target: Dsn) -> None:
+    """Refuse to apply to half a copy: the rows it lacks would be missing with exit code 0."""
+    run = read_setup(directory)
+    if run is None or run["finished_at"]:
+        return
+    # Single steps never say that all is done; the rows are what matters.
+    parts = read_standing(directory, target).parts
+    if parts.done < parts.total or not parts.total:
+        raise WorkDirError(
+            f"the copy in {directory} is not done: {parts.done} of {parts.total} parts of tables",
+            hint="go on with `millrace clone --follow --resume`, if its snapshot is held, or begin"
+            " again with `millrace clone --follow --restart`",
+        )
 
 
 def follow(

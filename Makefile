@@ -92,7 +92,7 @@ $(STAMP): requirements.lock pyproject.toml
 # Both save seconds at every start.
 $(CLASSES): $(STAMP) | java
 	$(BIN)/python -m millrace.spark.java
-	$(BIN)/python -m millrace.stream.warm_up
+	$(BIN)/python -m millrace.apply.warm_up
 	@touch $@
 
 # Spark 4 runs on Java 17 and newer. `java -version` says "17.0.15", or "1.8.0" when it is old.

@@ -37,7 +37,7 @@ from bench.report import (
     say,
 )
 from bench.yardstick import Yardstick
-from millrace.postgres.embedded import Cluster, open_cluster
+from millrace.postgres.program.embedded import Cluster, open_cluster
 
 # The newest first: the bench takes the first that pgcopydb can copy.
 SERVER_VERSIONS = (18, 16)

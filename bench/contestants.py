@@ -160,7 +160,7 @@ PSQL = Contestant("psql | psql", _relay_cpu("psql"), figures=_own_figures, data_
 RELAY = Contestant(
     "relay",
     _relay_cpu("relay"),
-    _needs_module("millrace.postgres.relay"),
+    _needs_module("millrace.postgres.wire.relay"),
     _own_figures,
     data_only=True,
 )

@@ -55,8 +55,8 @@ from bench.report import (
 from bench.watch import Watch
 from bench.yardstick import Yardstick
 from millrace.lsn import parse_lsn
-from millrace.postgres.embedded import Cluster, open_cluster
-from millrace.stream.sentinel import Sentinel
+from millrace.postgres.program.embedded import Cluster, open_cluster
+from millrace.workdir.sentinel import Sentinel
 
 SERVER_VERSION = 18
 SETTINGS = CLONE_SETTINGS | {

@@ -16,7 +16,7 @@ from typing import Any
 
 from bench import subscription
 from bench.contestants import environment
-from millrace.stream.publication import publication_names
+from millrace.postgres.catalog.schemas import publication_names
 
 MILLRACE_SLOT = "millrace"
 # Until when a contestant runs that is given no end position.

@@ -30,7 +30,7 @@ from pathlib import Path
 
 import psutil
 
-from millrace.postgres.embedded import Cluster
+from millrace.postgres.program.embedded import Cluster
 
 PR_SET_CHILD_SUBREAPER = 36
 SAMPLE_SECONDS = 0.1

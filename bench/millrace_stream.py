@@ -20,15 +20,17 @@ from typing import Any
 import psutil
 
 from millrace.config.dsn import Dsn
+from millrace.follow.feed import receive_settings
+from millrace.follow.settings import FollowSettings
+from millrace.follow.stream import follow, open_catchup, require_setup
 from millrace.log import setup_logging
 from millrace.lsn import parse_lsn
-from millrace.postgres.connect import resolve
+from millrace.postgres.wire.connect import resolve
+from millrace.receive.loop import receive
+from millrace.route import Route
 from millrace.spark.session import Engine, default_master
-from millrace.stream.follow import follow, open_catchup, receive_settings, require_setup
-from millrace.stream.receive import receive
-from millrace.stream.sentinel import Sentinel
-from millrace.stream.settings import FollowSettings
-from millrace.stream.spool_writer import SpoolWriter
+from millrace.spool.writer import SpoolWriter
+from millrace.workdir.sentinel import Sentinel
 
 
 class _Nobody:
@@ -92,7 +94,7 @@ def main() -> None:
     mode, source, target, directory, endpos, result = sys.argv[1:]
     setup_logging()
     folder = Path(directory)
-    settings = FollowSettings(*(resolve(Dsn.parse(uri)) for uri in (source, target)), folder)
+    settings = FollowSettings(Route(*(resolve(Dsn.parse(uri)) for uri in (source, target)), folder))
     if endpos != "none":
         with Sentinel(folder) as sentinel:
             sentinel.set_endpos(parse_lsn(endpos))

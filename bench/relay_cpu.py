@@ -42,7 +42,7 @@ def copy_by_psql(bindir: str, source: str, target: str) -> Callable[[], None]:
 
 def copy_by_relay(bindir: str, source: str, target: str) -> Callable[[], None]:
     """The hook into Millrace: the function that a copy task runs, on two open connections."""
-    from millrace.postgres.relay import relay
+    from millrace.postgres.wire.relay import relay
 
     copy_out, (truncate, copy_in) = copy_statements("narrow")
     reader = psycopg.connect(source, autocommit=True)

@@ -1,7 +1,7 @@
 """The result of a benchmark: runs, medians, ratios; as JSON, as a table, as markdown.
 
 Invariant: only runs whose copy was found right enter a median. A ratio with a side that has no
-right run has no value and says why.
+right run in a common round has no value and says why.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from rich.table import Table
 
 RIGHT, WRONG, DID_NOT_RUN = "right", "wrong", "did not run"
 LOWER, HIGHER = "lower", "higher"
-# The figure that says how fast the machine was during the run.
+# The figure that says how fast the machine was during the run; nothing is decided on it.
 YARDSTICK = "yardstick_ms"
 
 
@@ -39,14 +39,17 @@ class Run:
 class Ratio:
     """One measured against another; without a goal it is there for comparison.
 
-    `as_measured` is the same without regard to how fast the machine was in each run.
+    `value` is the median over the rounds, as measured; `least` and `most` are its spread.
     """
 
     value: float | None
     goal: float | None = None
     better: str = LOWER
     reason: str = ""
-    as_measured: float | None = None
+    least: float | None = None
+    most: float | None = None
+    # Who it was measured against.
+    theirs: str = ""
 
     @property
     def met(self) -> bool | None:
@@ -59,10 +62,9 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Which medians make a ratio: `figure` of `ours` over `figure` of `theirs`.
+    """What makes a ratio: `figure` of `ours` over `figure` of `theirs`, round by round.
 
-    Figures are seconds or, where higher is better, rates; both as they were on the machine of
-    that run, so the yardstick's are taken for the unit of time.
+    Contestants take turns, so those of one round met the machine in about the same state.
     """
 
     name: str
@@ -73,25 +75,20 @@ class Comparison:
     better: str = LOWER
 
     def ratio(self, runs: Sequence[Run]) -> Ratio:
-        sides = self.ours, self.theirs
-        ours, theirs = (median(runs, *side, self.figure) for side in sides)
-        if ours is not None and theirs:
-            paced = [run for run in map(self._paced, runs) if run is not None]
-            fair, fair_theirs = (median(paced, *side, self.figure) for side in sides)
-            as_measured = ours / theirs
-            value = fair / fair_theirs if fair is not None and fair_theirs else as_measured
-            return Ratio(value, self.goal, self.better, as_measured=as_measured)
-        missing = self.ours if ours is None else self.theirs
-        reason = f"no {self.figure} of {missing[1]} on {missing[0]}"
-        return Ratio(None, self.goal, self.better, reason)
-
-    def _paced(self, run: Run) -> Run | None:
-        """The run with its figure in the yardstick's unit of time."""
-        value, unit = run.figures.get(self.figure), run.figures.get(YARDSTICK)
-        if value is None or not unit:
-            return None
-        paced = value * unit if self.better == HIGHER else value / unit
-        return replace(run, figures={self.figure: paced})
+        ours, theirs = (_by_round(runs, *side, self.figure) for side in (self.ours, self.theirs))
+        found = [ours[number] / theirs[number] for number in ours if theirs.get(number)]
+        if not found:
+            missing = self.theirs if ours else self.ours
+            reason = f"no {self.figure} of {missing[1]} on {missing[0]}"
+            return Ratio(None, self.goal, self.better, reason)
+        return Ratio(
+            statistics.median(found),
+            self.goal,
+            self.better,
+            least=min(found),
+            most=max(found),
+            theirs=self.theirs[1],
+        )
 
 
 # Figures in the tables, with their headings; the JSON has all of them.
@@ -102,6 +99,8 @@ COLUMNS = {
     "load_rows_per_second": "load rows/s",
     "lag_p50_seconds": "lag p50 s",
     "lag_p99_seconds": "lag p99 s",
+    "start_ms": "start ms",
+    "cpu_ms": "CPU ms",
     "wall_seconds": "wall s",
     "wall_without_spark_seconds": "without Spark's start s",
     "copy_seconds": "copy s",
@@ -118,13 +117,18 @@ COLUMNS = {
 
 
 def median(runs: Iterable[Run], data_set: str, contestant: str, figure: str) -> float | None:
-    values = [
-        run.figures[figure]
+    values = _by_round(runs, data_set, contestant, figure).values()
+    return statistics.median(values) if values else None
+
+
+def _by_round(runs: Iterable[Run], data_set: str, contestant: str, figure: str) -> dict[int, float]:
+    """The figure of each round whose copy was right."""
+    return {
+        run.round: run.figures[figure]
         for run in runs
         if (run.data_set, run.contestant, run.outcome) == (data_set, contestant, RIGHT)
         and figure in run.figures
-    ]
-    return statistics.median(values) if values else None
+    }
 
 
 def medians(runs: Sequence[Run]) -> dict[str, dict[str, dict[str, float]]]:
@@ -207,19 +211,31 @@ def _tables(result: Mapping[str, Any]) -> Iterable[tuple[str, list[str], list[li
         yield title, ["contestant", *(COLUMNS[column] for column in columns)], rows
     ratios = {name: Ratio(**fields) for name, fields in result["ratios"].items()}
     is_mixed = any(ratio.better == HIGHER for ratio in ratios.values())
-    rows = [_ratio_row(name, ratio, is_mixed=is_mixed) for name, ratio in ratios.items()]
+    versions = result["machine"]["versions"]
+    rows = [_ratio_row(name, ratio, versions, is_mixed=is_mixed) for name, ratio in ratios.items()]
     title = "Ratios" if is_mixed else "Ratios, lower is better"
-    yield title, ["ratio", "value", "as measured", "goal", "met"], rows
+    yield title, ["ratio", "median", "least to most", "against", "goal", "met"], rows
 
 
-def _ratio_row(name: str, ratio: Ratio, *, is_mixed: bool) -> list[str]:
-    value, as_measured = (
-        "" if one is None else f"{one:.2f}" for one in (ratio.value, ratio.as_measured)
-    )
+def _ratio_row(
+    name: str, ratio: Ratio, versions: Mapping[str, str | None], *, is_mixed: bool
+) -> list[str]:
+    value = "" if ratio.value is None else f"{ratio.value:.2f}"
+    spread = "" if ratio.least is None else f"{ratio.least:.2f} to {ratio.most:.2f}"
     goal = "" if ratio.goal is None else f"{ratio.goal:g}"
     if goal and is_mixed:
         goal = f"{'≥' if ratio.better == HIGHER else '≤'} {goal}"
-    return [name, value, as_measured, goal, {True: "yes", False: "no", None: ""}[ratio.met]]
+    against = _with_version(ratio.theirs, versions)
+    return [name, value, spread, against, goal, {True: "yes", False: "no", None: ""}[ratio.met]]
+
+
+def _with_version(contestant: str, versions: Mapping[str, str | None]) -> str:
+    """A peer without a version of its own is the server's."""
+    if not contestant or contestant.startswith("millrace"):
+        return contestant
+    own = next((v for name, v in versions.items() if v and contestant.startswith(name)), None)
+    server = versions.get("postgres")
+    return f"{contestant} {own}" if own else f"{contestant} (PostgreSQL {server})"
 
 
 def _cell(column: str, value: float | None) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-import tempfile
 from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
@@ -31,6 +30,7 @@ CODES = {
     "compare.md": (2, 5, 9, 70),
     "list.md": (2, 4, 5, 70),
     "demo.md": (2, 3, 5, 7, 9, 70),
+    "tube.md": (2, 3, 5, 70),
 }
 # Commands with nothing to tell.
 WITHOUT_PAGE = ("version",)
@@ -159,9 +159,8 @@ def _default(option: Any) -> str:
         return ""
     if default is None or default in ("", [], ()):
         return ""
-    if isinstance(default, Path):
-        # Every machine has its own folder for temporary files.
-        return f"`{str(default).replace(tempfile.gettempdir(), '$TMPDIR')}`"
+    if isinstance(option.show_default, str):
+        return f"`{option.show_default}`"
     return f"`{default}`"
 
 

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import itertools
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
 import psutil
+import psycopg
 import pytest
+from tests.fixtures.wait import wait_for
+from tests.fixtures.warm_receivers import warm_receivers
 
 from millrace.clone.progress import Progress
-from millrace.postgres.binaries import server_installations
-from millrace.postgres.embedded import FOLDER_VARIABLE, Cluster, open_cluster
+from millrace.postgres.program.binaries import server_installations
+from millrace.postgres.program.embedded import FOLDER_VARIABLE, Cluster, open_cluster
 from millrace.spark.session import Engine, default_master
+
+pytest_plugins = ["tests.fixtures.leaks"]
+
+# A command that is not told a work directory must not use that of whoever runs the tests.
+os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="millrace-state-")
+atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 
 _numbers = itertools.count(1)
 
@@ -32,14 +44,29 @@ if Path(_MEMORY).is_dir():
         os.environ.setdefault(FOLDER_VARIABLE, _MEMORY)
 
 
-# The slowest first: two processes share out the files, and should end together.
+# The slowest first, then by folder: two processes share out the files, and should end together.
+_SLOWEST = (
+    "spark/test_torture.py",
+    "spark/test_torture_follow.py",
+    "spark/test_cluster.py",
+    "spark/test_clone_many_tables.py",
+    "spark/test_follow_versions.py",
+    "postgres/test_table_sync_killed.py",
+    "spark/test_demo.py",
+    "spark/test_class_archive.py",
+)
 _FOLDERS = ("spark", "postgres", "unit")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(
-        key=lambda item: ("torture" not in item.path.name, _FOLDERS.index(item.path.parent.name))
-    )
+    items.sort(key=_place)
+
+
+def _place(item: pytest.Item) -> tuple[int, int]:
+    folder = item.path.parent.name
+    name = f"{folder}/{item.path.name}"
+    slow = _SLOWEST.index(name) if name in _SLOWEST else len(_SLOWEST)
+    return slow, _FOLDERS.index(folder)
 
 
 @pytest.fixture(scope="session")
@@ -64,26 +91,55 @@ def system_cluster() -> Iterator[Cluster]:
         yield cluster
 
 
-@pytest.fixture
-def source_db(source_cluster: Cluster) -> Iterator[str]:
-    yield from _fresh_database(source_cluster, "source")
+@pytest.fixture(scope="session")
+def receivers() -> Iterator[None]:
+    """For whoever follows in this process."""
+    with warm_receivers():
+        yield
 
 
 @pytest.fixture
-def target_db(target_cluster: Cluster) -> Iterator[str]:
-    yield from _fresh_database(target_cluster, "target")
+def source_db(
+    source_cluster: Cluster, receivers: None, request: pytest.FixtureRequest
+) -> Iterator[str]:
+    yield from fresh_database(source_cluster, "source", request)
 
 
-def _fresh_database(cluster: Cluster, role: str) -> Iterator[str]:
+@pytest.fixture
+def target_db(target_cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[str]:
+    yield from fresh_database(target_cluster, "target", request)
+
+
+def fresh_database(cluster: Cluster, role: str, request: pytest.FixtureRequest) -> Iterator[str]:
+    from tests.fixtures.leaks import FAILED  # a plug-in, which pytest imports
+
     name = f"{role}_{next(_numbers)}"
     yield cluster.create_database(name)
+    if request.node.stash.get(FAILED, False):
+        _drop_slots(cluster, name)
     cluster.drop_database(name)
+
+
+def _drop_slots(cluster: Cluster, database: str) -> None:
+    """A test that has failed may have left a slot and a receiver, which comes back as long as it
+    finds the slot."""
+    mine = f"FROM pg_replication_slots WHERE database = '{database}' AND NOT temporary"
+
+    def are_gone() -> bool:
+        with psycopg.connect(cluster.uri(), autocommit=True) as connection:
+            connection.execute(f"SELECT pg_terminate_backend(active_pid) {mine}".encode())
+            with contextlib.suppress(psycopg.errors.ObjectInUse):
+                connection.execute(f"SELECT pg_drop_replication_slot(slot_name) {mine}".encode())
+            return connection.execute(f"SELECT {mine}".encode()).fetchone() is None
+
+    wait_for(are_gone, f"the slots of {database} are gone")
 
 
 @pytest.fixture(scope="session")
 def engine() -> Iterator[Engine]:
     """Spark, started once; `engine.call` runs task bodies in real Python workers."""
     with Engine(default_master(8)) as shared:
+        shared.wait()
         yield shared
 
 

@@ -11,6 +11,7 @@ Which columns are there depends on the operation:
               that the update left alone are in neither, but named in unchanged
     delete    old
     truncate  neither; a row for each table, with one lsn for the tables of one statement
+    message   neither, but prefix and content; it is of no table, so what speaks of one is NULL
 
 Partitions go by the name of the topmost table they belong to, but in a truncate by their own: what
 else the table holds stays.
@@ -25,11 +26,20 @@ from typing import Final
 
 import pyarrow as pa
 
+from millrace.errors import FormatError, UnknownVersion
+
+# Of the layout below. It is in the metadata of every batch's schema, so that whoever stores batches
+# stores it with them; another one is refused.
+VERSION: Final = 1
+VERSION_KEY: Final = b"millrace.change_batch"
+
 INSERT: Final = "insert"
 UPDATE: Final = "update"
 DELETE: Final = "delete"
 TRUNCATE: Final = "truncate"
-OPERATIONS: Final = (INSERT, UPDATE, DELETE, TRUNCATE)
+# What was given to pg_logical_emit_message.
+MESSAGE: Final = "message"
+OPERATIONS: Final = (INSERT, UPDATE, DELETE, TRUNCATE, MESSAGE)
 
 # By pg_class.relreplident.
 REPLICA_IDENTITIES: Final = {"d": "default", "i": "index", "f": "full", "n": "nothing"}
@@ -62,5 +72,28 @@ SCHEMA: Final = pa.schema(
         ("new", ROW),
         ("unchanged", _NAMES),
         ("options", _NAMES),
-    ]
+        ("prefix", pa.string()),
+        ("content", pa.binary()),
+    ],
+    metadata={VERSION_KEY: str(VERSION).encode()},
 )
+
+
+def check_schema(schema: pa.Schema) -> None:
+    """Refuse what is not a change batch, or one of a layout that this program does not know."""
+    found = (schema.metadata or {}).get(VERSION_KEY)
+    if found is None:
+        raise FormatError(
+            "expected a change batch: the schema's metadata has no millrace.change_batch"
+        )
+    if found != SCHEMA.metadata[VERSION_KEY]:
+        raise UnknownVersion(
+            f"expected version {VERSION} of change batches, found {found.decode(errors='replace')}",
+            hint="use the version of millrace that wrote them",
+        )
+    if not schema.equals(SCHEMA):
+        names = sorted(set(schema.names) ^ set(SCHEMA.names))
+        raise FormatError(
+            f"expected the columns of change batches, version {VERSION}: "
+            + (f"different are {', '.join(names)}" if names else "their types or order differ")
+        )

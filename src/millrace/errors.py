@@ -7,7 +7,14 @@ a password.
 
 from __future__ import annotations
 
+import logging
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, ClassVar
+
+log = logging.getLogger(__name__)
 
 
 class MillraceError(Exception):
@@ -75,6 +82,10 @@ class SlotLost(ServerError):
     """The replication slot is gone or invalidated."""
 
 
+class SourceDiverged(ServerError):
+    """The source's history lacks changes that were received from it."""
+
+
 class SnapshotLost(ServerError):
     """The exported snapshot can no longer be imported."""
 
@@ -83,6 +94,10 @@ class FormatError(MillraceError):
     """Bytes are not what the format says they must be."""
 
     exit_code = 6
+
+
+class UnknownVersion(FormatError):
+    """Another version of the program wrote it: it is whole, so it is left as it is."""
 
 
 class ApplyError(MillraceError):
@@ -107,3 +122,33 @@ class InvariantError(MillraceError):
     """A promise of the program itself is broken: a bug, please report it."""
 
     exit_code = 70
+
+
+@contextmanager
+def as_bug(what: str, **facts: Any) -> Iterator[None]:
+    """What nobody expected to be raised becomes an InvariantError that says what was done, and
+    where in the code. What the machine may have caused, its files or its memory, stays as it is."""
+    try:
+        yield
+    except (MillraceError, OSError, MemoryError):
+        raise
+    except Exception as error:
+        # Its own words may quote a row, so they are for the log of the process alone.
+        log.exception("%s", what)
+        kind = type(error).__name__
+        raise InvariantError(
+            f"{what}: unexpected {kind} at {_place(error)}",
+            hint="this is a bug of millrace: please report it, with the traceback in spark.log in"
+            " --dir",
+            error_type=kind,
+            **facts,
+        ) from error
+
+
+def _place(error: BaseException) -> str:
+    """Where our own code was, innermost."""
+    frames = traceback.extract_tb(error.__traceback__)
+    package = str(Path(__file__).parent)
+    ours = [frame for frame in frames if frame.filename.startswith(package)] or frames
+    frame = ours[-1]
+    return f"{Path(frame.filename).name}:{frame.lineno} ({frame.name})"

@@ -4,13 +4,15 @@ Invariant: without `MILLRACE_FAILPOINTS` in the environment, `hit` does nothing.
 
 `MILLRACE_FAILPOINTS=copy.before-commit=kill` kills the process there with
 SIGKILL; `=error` raises ConnectionLost, `=error*2` only the first two times in
-this process; `=stop` stops it (SIGSTOP), as a frozen machine would.
+this process; `=stop` stops it (SIGSTOP), as a frozen machine would; `=full` is what a full disk
+says to a write.
 A trailing `@FILE` makes the point fire only as long as FILE exists, and removes
 it first, so that exactly one process of many dies.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import threading
@@ -21,6 +23,7 @@ from millrace.errors import ConfigError, ConnectionLost
 VARIABLE = "MILLRACE_FAILPOINTS"
 
 _hits: Counter[str] = Counter()
+_counting = threading.Lock()
 
 
 def hit(name: str) -> None:
@@ -39,14 +42,18 @@ def _act(name: str, action: str) -> None:
     if marker and not _take(marker):
         return
     action, _, times = action.partition("*")
-    _hits[name] += 1
-    if times and _hits[name] > int(times):
+    with _counting:
+        _hits[name] += 1
+        is_over = times and _hits[name] > int(times)
+    if is_over:
         return
     if action == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif action == "stop":
         # To this thread, so that it goes not one step further; the others stop with it.
         signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
+    elif action == "full":
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     elif action == "error":
         raise ConnectionLost(f"failpoint {name}")
     else:

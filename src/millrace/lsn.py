@@ -17,7 +17,8 @@ def parse_lsn(text: str) -> int:
     match = _LSN.fullmatch(text.strip())
     if not match:
         raise ConfigError(
-            f"not a WAL position: {text!r}", hint="write it as PostgreSQL does, such as 16/B374D848"
+            f"invalid WAL position: {text!r}",
+            hint="write it as PostgreSQL does, such as 16/B374D848",
         )
     return int(match[1], 16) << 32 | int(match[2], 16)
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from millrace.name import QualifiedName
+
 
 @dataclass(frozen=True)
 class Column:
@@ -50,11 +52,18 @@ class Table:
     load_via: tuple[int, str, str] | None = None
     # Which rows are copied, a predicate over the source's row; None for all.
     where: str | None = None
+    # What it is called on the target; None for the same name.
+    renamed: QualifiedName | None = None
 
     @property
     def label(self) -> str:
         """The name as people write it."""
         return f"{self.schema}.{self.name}"
+
+    @property
+    def target(self) -> QualifiedName:
+        """Its name on the target."""
+        return self.renamed or QualifiedName(self.schema, self.name)
 
     @property
     def text_reason(self) -> str:
@@ -107,11 +116,13 @@ class ForeignKey:
     referenced_oid: int
     definition: str
     is_partitioned: bool
+    # The schema that the referenced table is looked up in, if the definition names none.
+    search_path: str | None = None
 
 
 @dataclass(frozen=True)
 class Sequence:
-    """A sequence and where it stands."""
+    """A sequence and its current value."""
 
     oid: int
     schema: str

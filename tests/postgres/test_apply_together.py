@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from tests.fixtures.stream_pair import StreamPair
 
+from millrace.apply.conflict import OnConflict
+from millrace.filter.exclusions import Exclusions
 from millrace.lsn import parse_lsn
-from millrace.stream.settings import Left, OnConflict
 
 
 @pytest.mark.parametrize("on_target", ["DEFERRABLE", ""], ids=["both", "source"])
@@ -75,7 +76,7 @@ def test_rows_with_and_without_unsent_values_take_each_others_place(
 
 def test_a_key_that_a_filtered_row_gives_up_is_another_rows(pair: StreamPair) -> None:
     pair.begin(*DOCUMENT[:2])
-    left = Left(where={("public", "document"): "size > 1"})
+    left = Exclusions(where={("public", "document"): "size > 1"})
     pair.run(DOCUMENT[2])
     pair.follow(left=left)
     pair.run(
@@ -181,7 +182,7 @@ def test_a_table_that_one_that_is_not_followed_references_is_emptied(pair: Strea
         "CREATE TABLE a (id int GENERATED ALWAYS AS IDENTITY PRIMARY KEY, v int)",
         "CREATE TABLE b (id int PRIMARY KEY, a int REFERENCES a)",
     )
-    left = Left(tables=frozenset({("public", "b")}))
+    left = Exclusions(tables=frozenset({("public", "b")}))
     pair.run(
         "INSERT INTO a (v) VALUES (1), (2)",
         "INSERT INTO b VALUES (1, 1)",
@@ -189,4 +190,80 @@ def test_a_table_that_one_that_is_not_followed_references_is_emptied(pair: Strea
         "INSERT INTO a (v) VALUES (3)",
     )
     pair.follow(left=left)
+    pair.assert_equal()
+
+
+SEATS = (
+    "CREATE TABLE seat (id int, room int, place int, body text, PRIMARY KEY (id, room))"
+    " PARTITION BY LIST (room)",
+    "CREATE TABLE seat1 PARTITION OF seat FOR VALUES IN (1)",
+    "CREATE TABLE seat2 PARTITION OF seat FOR VALUES IN (2, 3) PARTITION BY LIST (room)",
+    "CREATE TABLE seat2a PARTITION OF seat2 FOR VALUES IN (2)",
+    "CREATE TABLE seat2b PARTITION OF seat2 FOR VALUES IN (3)",
+    "INSERT INTO seat SELECT i, 1 + i % 3, i / 3, repeat('x', 9) FROM generate_series(0, 29) i",
+)
+TRADE = [
+    "UPDATE seat SET place = -1 WHERE room = {0} AND place = 1",
+    "UPDATE seat SET place = 1 WHERE room = {0} AND place = 2",
+    "UPDATE seat SET place = 2 WHERE room = {0} AND place = -1",
+]
+
+
+LEAF_INDEXES = "CREATE UNIQUE INDEX ON seat1 (place); CREATE UNIQUE INDEX ON seat2b (place)"
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        LEAF_INDEXES,
+        "CREATE UNIQUE INDEX ON seat1 (place); CREATE UNIQUE INDEX ON seat2 (place, room)",
+        "ALTER TABLE seat1 ADD EXCLUDE (place WITH =);"
+        "CREATE UNIQUE INDEX ON seat2b ((place + 1)) WHERE place > 0",
+        # Attached to one above that is not valid, because other partitions have none.
+        "CREATE UNIQUE INDEX whole ON ONLY seat (place, room);"
+        "CREATE UNIQUE INDEX one ON seat1 (place, room); ALTER INDEX whole ATTACH PARTITION one",
+    ],
+    ids=["leaves", "branch", "exclusion", "invalid"],
+)
+def test_rows_trade_values_that_are_unique_in_their_partition_only(
+    pair: StreamPair, index: str
+) -> None:
+    pair.begin(*SEATS, on_target=index)
+    pair.run(*([one.format(room) for one in TRADE] for room in (1, 3)))
+    pair.follow()
+    pair.assert_equal()
+
+
+@pytest.mark.parametrize("on_conflict", [OnConflict.SKIP, OnConflict.OVERWRITE])
+def test_a_trade_within_a_partition_is_no_conflict(
+    pair: StreamPair, on_conflict: OnConflict
+) -> None:
+    pair.begin(*SEATS, on_target=LEAF_INDEXES)
+    pair.run(*([one.format(room) for one in TRADE] for room in (1, 3)))
+    outcome = pair.follow(on_conflict=on_conflict)
+    pair.assert_equal()
+    assert outcome.applied.skipped == outcome.applied.overwritten == 0
+
+
+@pytest.mark.parametrize("is_valid", [True, False], ids=["valid", "unfinished"])
+def test_rows_trade_values_of_the_only_index_that_the_target_has(
+    pair: StreamPair, is_valid: bool
+) -> None:
+    """It is not that of the key; one whose making was broken off refuses rows all the same."""
+    pair.begin(
+        on_source="CREATE TABLE t (id int PRIMARY KEY, v int UNIQUE)",
+        on_target="CREATE TABLE t (id int NOT NULL, v int); CREATE UNIQUE INDEX t_v ON t (v)",
+    )
+    if not is_valid:
+        pair.target.execute("UPDATE pg_index SET indisvalid = false WHERE indrelid = 't'::regclass")
+    pair.run("INSERT INTO t SELECT i, i FROM generate_series(1, 9) i")
+    pair.follow()
+    pair.run(
+        [
+            "UPDATE t SET v = -1 WHERE id = 1",
+            "UPDATE t SET v = 1 WHERE id = 2",
+            "UPDATE t SET v = 2 WHERE id = 1",
+        ]
+    )
+    pair.follow()
     pair.assert_equal()

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from millrace.config.dsn import Dsn
 from millrace.errors import FormatError
 from millrace.postgres.binary_text import find_type, render_column
-from millrace.postgres.connect import connect
-from millrace.postgres.embedded import Cluster
+from millrace.postgres.program.embedded import Cluster
+from millrace.postgres.wire.connect import connect
 
 EXACT = settings(
     max_examples=60,

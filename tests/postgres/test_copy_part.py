@@ -15,14 +15,15 @@ from tests.fixtures.copy_child import CopyChild
 from tests.fixtures.wait import wait_for
 
 from millrace import failpoint, retry
-from millrace.clone.copy import CopyTask, Outcome, copy_parts, part_statements
-from millrace.clone.split import plan_parts
+from millrace.clone.copy_task import CopyTask, Outcome, copy_parts, part_statements
 from millrace.config.dsn import Dsn
 from millrace.errors import MillraceError, ServerError, SnapshotLost, WorkDirError
-from millrace.postgres import catalog, record
-from millrace.postgres.connect import connect
-from millrace.postgres.embedded import Cluster
+from millrace.postgres import run_record as record
+from millrace.postgres.catalog import relations as catalog
+from millrace.postgres.program.embedded import Cluster
+from millrace.postgres.wire.connect import connect
 from millrace.snapshot.export import HeldSnapshot, open_snapshot
+from millrace.split.plan import plan_parts
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -47,7 +48,7 @@ class Bench:
         self.at_source.execute(fill.encode())
         self.at_target.execute((target_ddl or ddl).encode())
         self.snapshot = self.stack.enter_context(open_snapshot(self.source))
-        self.epoch = record.open_run(self.at_target, "run1", "the source")
+        self.epoch = record.open_run(self.at_target, record.RunRecord("run1", "the source"))
 
     def task(self, cuts: tuple[int, ...] = ()) -> CopyTask:
         assert self.snapshot is not None
@@ -268,7 +269,9 @@ def test_eviction_spares_the_other_parts(filled: Bench, start: Callable[..., Cop
 
 def test_task_of_an_earlier_epoch_is_refused(filled: Bench) -> None:
     stale = filled.task()
-    assert record.open_run(filled.at_target, "run1", "the source") == stale.epoch + 1
+    assert (
+        record.open_run(filled.at_target, record.RunRecord("run1", "the source")) == stale.epoch + 1
+    )
     error = error_of(copy_parts(stale))
     assert isinstance(error, WorkDirError)
     assert "run1" in error.message
@@ -462,6 +465,6 @@ def test_task_is_the_same_after_pickle_and_shows_no_password(filled: Bench) -> N
 def test_records_can_be_read_and_leave_no_trace_when_dropped(filled: Bench) -> None:
     copy_parts(filled.task())
     assert [part.rows for _, part in record.read_copied_parts(filled.at_target, "run1")] == [ROWS]
-    record.drop_records(filled.at_target)
+    record.drop_records(filled.at_target, "run1")
     assert filled.stored("SELECT count(*) FROM pg_namespace WHERE nspname = 'millrace'") == (0,)
     assert filled.stored() == (ROWS, ROWS)

@@ -7,12 +7,13 @@ from collections.abc import Iterator
 import pytest
 from tests.fixtures.sql import execute, rows
 
-from millrace.clone.filter import parse_filters
-from millrace.clone.filtering import read_decision
-from millrace.clone.target import drop_existing
+from millrace.clone.schema.database import drop_existing
 from millrace.config.dsn import Dsn
-from millrace.postgres.connect import connect
+from millrace.filter.apply import read_decision
+from millrace.filter.rules import parse_filters
 from millrace.postgres.quote import ident
+from millrace.postgres.wire.connect import connect
+from millrace.route import Route
 
 SCHEMA = """
 CREATE SCHEMA app;
@@ -59,7 +60,7 @@ def drop(source: str, target: str, filters: str = "") -> set[str]:
     with connect(Dsn.parse(source), "test") as connection:
         decision = read_decision(connection, parse_filters(filters, name="f.ini"))
     with connect(Dsn.parse(target), "test") as connection:
-        drop_existing(connection, Dsn.parse(source), decision.excluded)
+        drop_existing(connection, Route(Dsn.parse(source), Dsn.parse(target)), decision.excluded)
     ((left,),) = rows(target, LEFT)
     return set(left)
 
@@ -162,7 +163,7 @@ def subscribed(source_db: str, target_db: str) -> Iterator[tuple[str, str]]:
 def test_subscription_goes_and_the_slot_stays_the_sources(subscribed: tuple[str, str]) -> None:
     source, target = subscribed
     with connect(Dsn.parse(target), "test") as connection:
-        drop_existing(connection, Dsn.parse(source))
+        drop_existing(connection, Route(Dsn.parse(source), Dsn.parse(target)))
     assert rows(target, SUBSCRIPTIONS) == [("own",)]
     slots = "SELECT slot_name::text FROM pg_replication_slots WHERE slot_name = 'of_the_source'"
     assert rows(source, slots) == [("of_the_source",)]
@@ -171,5 +172,6 @@ def test_subscription_goes_and_the_slot_stays_the_sources(subscribed: tuple[str,
 def test_subscription_that_pg_dump_can_not_see_is_not_dropped(subscribed: tuple[str, str]) -> None:
     source, target = subscribed
     with connect(Dsn.parse(target), "test") as connection:
-        drop_existing(connection, Dsn.parse(source).with_(user="subscription_reader"))
+        reader = Dsn.parse(source).with_(user="subscription_reader")
+        drop_existing(connection, Route(reader, Dsn.parse(target)))
     assert rows(target, SUBSCRIPTIONS) == [("On it",), ("news",), ("own",)]

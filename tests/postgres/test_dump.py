@@ -11,8 +11,8 @@ import pytest
 from tests.fixtures.sql import execute
 
 from millrace.config.dsn import Dsn
-from millrace.postgres.dump import dump_schema
-from millrace.postgres.embedded import Cluster
+from millrace.postgres.program.dump import dump_schema
+from millrace.postgres.program.embedded import Cluster
 
 SECRET = "of the subscription"
 

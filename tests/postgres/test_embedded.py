@@ -15,17 +15,16 @@ from pathlib import Path
 import psutil
 import psycopg
 import pytest
+from tests.fixtures.wait import DEADLINE_SECONDS
 
 from millrace.errors import PreflightError, ServerError
-from millrace.postgres import embedded
-from millrace.postgres.binaries import server_installations
-from millrace.postgres.embedded import Cluster, open_cluster
-
-_DEADLINE_SECONDS = 60
+from millrace.postgres.program import embedded
+from millrace.postgres.program.binaries import server_installations
+from millrace.postgres.program.embedded import Cluster, open_cluster
 
 
 def _wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + _DEADLINE_SECONDS
+    deadline = time.monotonic() + DEADLINE_SECONDS
     while not condition():
         assert time.monotonic() < deadline, "the condition did not come true"
         time.sleep(0.05)
@@ -144,7 +143,7 @@ def test_nothing_is_left_after_close() -> None:
 def test_nothing_is_left_of_a_killed_process(group: bool) -> None:
     script = (
         "import signal, sys\n"
-        "from millrace.postgres.embedded import open_cluster\n"
+        "from millrace.postgres.program.embedded import open_cluster\n"
         "with open_cluster(16) as cluster:\n"
         "    signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
         "    print(cluster.socket_dir, flush=True)\n"

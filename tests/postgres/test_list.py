@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,12 @@ from tests.fixtures import load_museum
 from typer.testing import CliRunner
 
 from millrace.cli.main import app
-from millrace.clone.requirements import read_requirements
+from millrace.clone.schema.requirements import read_requirements
 from millrace.errors import ConfigError
-from millrace.postgres.embedded import Cluster
+from millrace.postgres.program.embedded import Cluster
+
+# The program runs in this process.
+pytestmark = pytest.mark.usefixtures("in_this_process")
 
 Lister = Callable[..., Any]
 
@@ -62,10 +64,8 @@ def filters(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def listed(museum: str) -> Iterator[Lister]:
+def listed(museum: str) -> Lister:
     """Runs `millrace list`: the text, or with as_json what the JSON holds."""
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
 
     def run(*arguments: str, as_json: bool = True) -> Any:
         command = ["list", *arguments, "--source", museum, *(["--json"] if as_json else [])]
@@ -73,8 +73,7 @@ def listed(museum: str) -> Iterator[Lister]:
         assert ended.exit_code == 0, ended.output
         return json.loads(ended.stdout) if as_json else ended.stdout
 
-    yield run
-    root.handlers[:], root.level = handlers, level
+    return run
 
 
 def rows(uri: str, query: str) -> list[tuple[Any, ...]]:

@@ -19,19 +19,19 @@ from tests.fixtures.receiving import (
 )
 
 from millrace.errors import PreflightError
-from millrace.postgres.embedded import Cluster
-from millrace.postgres.pgoutput import (
+from millrace.postgres.pgoutput.messages import (
     RelationVersion,
     decode_begin,
     decode_commit,
     decode_relation,
     decode_truncate,
 )
-from millrace.postgres.slot_batch import BatchSizes
-from millrace.stream.changes import iter_changes
-from millrace.stream.receive import receive
-from millrace.stream.spool_reader import SpoolReader
-from millrace.stream.spool_writer import SpoolWriter
+from millrace.postgres.program.embedded import Cluster
+from millrace.postgres.wire.slot_batch import BatchSizes
+from millrace.receive.loop import receive
+from millrace.spool.change_batch import iter_changes
+from millrace.spool.reader import SpoolReader
+from millrace.spool.writer import SpoolWriter
 
 PLUGINS = ("pgoutput", "test_decoding", "wal2json")
 # No numeric or floating-point columns: see test_old_wal2json_is_refused_where_it_would_lose_values.
@@ -114,7 +114,7 @@ def source(request: pytest.FixtureRequest, system_cluster: Cluster) -> Iterator[
         source = Source(uri, SCHEMA, plugin=request.param)
     except Exception as error:
         system_cluster.drop_database(name)
-        if "could not access file" in str(error):
+        if isinstance(error, PreflightError) or "could not access file" in str(error):
             pytest.skip(f"the server of the system has no {request.param}")
         raise
     yield source
@@ -281,21 +281,19 @@ def test_endpos_between_transactions(source: Source, tmp_path: Path) -> None:
 def test_old_wal2json_is_refused_where_it_would_lose_values(
     system_cluster: Cluster, tmp_path: Path
 ) -> None:
+    """With a wal2json of 2.6 or later nothing is refused, and nothing lost."""
     uri = system_cluster.create_database("numbers")
     try:
         source = Source(uri, "CREATE TABLE n (id int PRIMARY KEY, n numeric)", plugin="wal2json")
-    except Exception as error:
+    except PreflightError as error:
         system_cluster.drop_database("numbers")
+        if "older than 2.6" in error.message:
+            return
         pytest.skip(str(error))
     try:
         source.execute("INSERT INTO n VALUES (1, 'NaN')")
-        refusal = ""
-        try:
-            source.receive(tmp_path)
-        except PreflightError as error:
-            refusal = error.message
-        same = _rows(received_messages(tmp_path)) == _rows(source.expected())
-        assert same != ("older than 2.6" in refusal)
+        source.receive(tmp_path)
+        assert _rows(received_messages(tmp_path)) == _rows(source.expected())
     finally:
         source.close()
         system_cluster.drop_database("numbers")

@@ -12,15 +12,20 @@ from typing import Any, cast
 
 import psycopg
 import pytest
+from tests.fixtures.rerouted import rerouted
 
-from millrace.clone.filter import parse_filters
-from millrace.clone.preflight import Problem, check, raise_problems
-from millrace.clone.schema import SchemaSettings
+from millrace.clone.preflight import check, raise_problems
+from millrace.clone.problem import Problem
+from millrace.clone.schema.entries import SchemaSettings
 from millrace.clone.settings import CloneSettings
 from millrace.config.dsn import Dsn
 from millrace.errors import PreflightError
-from millrace.postgres.connect import connect
-from millrace.postgres.embedded import Cluster, open_cluster
+from millrace.filter.rules import parse_filters
+from millrace.name import Naming
+from millrace.postgres import run_record as record
+from millrace.postgres.program.embedded import Cluster, open_cluster
+from millrace.postgres.wire.connect import connect
+from millrace.route import Route
 
 Connection = psycopg.Connection[tuple[Any, ...]]
 
@@ -66,15 +71,16 @@ class Servers:
             return check(source, target, settings or self.settings())
 
     def settings(self, **changes: Any) -> CloneSettings:
-        return CloneSettings(self.dsns["source"], self.dsns["target"], Path("unused"), **changes)
+        route = Route(self.dsns["source"], self.dsns["target"], Path("unused"))
+        return rerouted(CloneSettings(route), **changes)
 
     def problem(self, about: str, **users: str) -> Problem:
         found = [p for p in self.check(**users) if about in p.what]
         assert len(found) == 1, found
         return found[0]
 
-    def only_problem(self, **users: str) -> Problem:
-        (found,) = self.check(**users)
+    def only_problem(self, settings: CloneSettings | None = None, **users: str) -> Problem:
+        (found,) = self.check(settings, **users)
         return found
 
     def fix(self, problem: Problem, wanted: str) -> None:
@@ -169,23 +175,57 @@ def test_row_level_security_that_binds_the_owner_is_told(servers: Servers) -> No
 
 def test_target_with_relations_is_not_empty_unless_they_may_go(servers: Servers) -> None:
     servers.run("target", "CREATE TABLE public.t (id int)", "CREATE VIEW public.v AS SELECT 1 AS a")
+    servers.run("target", "CREATE SCHEMA theirs CREATE TABLE t ()")
     problem = servers.only_problem()
     assert problem.side == "target"
     assert "2 relations: public.t, public.v" in problem.what
     assert "--drop-if-exists" in problem.fix
     assert servers.check(servers.settings(drop_if_exists=True)) == []
+    # What it does not fill is none of its business.
+    assert servers.check(servers.settings(naming=Naming({"public": "ours"}))) == []
 
 
 def test_extensions_and_our_own_records_do_not_make_the_target_full(servers: Servers) -> None:
-    servers.run("target", "CREATE EXTENSION vector", "CREATE SCHEMA millrace")
-    servers.run("target", "CREATE TABLE millrace.run (id int)")
+    servers.run("target", "CREATE EXTENSION vector", record.INSTALL)
     assert servers.check() == []
 
 
-def test_large_objects_of_the_target_are_told_and_unlinked(servers: Servers) -> None:
-    servers.run("target", "SELECT lo_create(0) FROM generate_series(1, 3)")
+def test_a_schema_that_has_the_name_of_our_records_is_told_and_never_dropped(
+    servers: Servers,
+) -> None:
+    theirs = ("CREATE SCHEMA millrace", "CREATE TABLE millrace.wheel (id int)")
+    servers.run("source", *theirs)
+    problem = servers.only_problem()
+    assert (problem.side, problem.is_warning) == ("source", False)
+    filters = parse_filters("[exclude-schema]\nmillrace\n", name="f")
+    assert servers.check(servers.settings(filters=filters)) == []
+    servers.run("source", "ALTER SCHEMA millrace RENAME TO mill")
+    servers.run("target", *theirs)
+    with connect(servers.dsns["target"], "test") as target:
+        assert record.read_runs(target) == []
+        record.drop_records(target, "run1")
+        with pytest.raises(PreflightError, match="millrace did not make"):
+            record.open_run(target, record.RunRecord("run1", "source"))
+        target.execute("TABLE millrace.wheel")
+    found = servers.check(servers.settings(drop_if_exists=True))
+    assert [(p.side, p.is_warning) for p in found] == [("target", False)]
+    servers.run("target", "ALTER SCHEMA millrace RENAME TO mill")
+    assert servers.check(servers.settings(drop_if_exists=True)) == []
+
+
+def test_large_objects_that_both_sides_have_are_told_and_unlinked(servers: Servers) -> None:
+    servers.run("target", "SELECT lo_create(4000000000 + i) FROM generate_series(1, 4) i")
+    assert servers.check() == []
+    servers.run("source", "SELECT lo_create(4000000002 + i) FROM generate_series(0, 5) i")
     problem = servers.only_problem()
     assert "3 large objects" in problem.what
+    assert "4000000002" in problem.what
+    replacing = servers.settings(drop_if_exists=True)
+    assert servers.check(replacing) == []
+    # Nobody can tell whose they are.
+    servers.run("target", "CREATE SCHEMA theirs CREATE TABLE t ()")
+    assert servers.only_problem(replacing).fix.count("--drop-if-exists") == 0
+    servers.run("target", "DROP SCHEMA theirs CASCADE")
     assert servers.check(servers.settings(skip_large_objects=True)) == []
     servers.fix(problem, "SELECT lo_unlink")
     assert servers.check() == []
@@ -392,7 +432,7 @@ def test_standby_as_target_is_told(target_cluster: Cluster, source_db: str) -> N
         connect(Dsn.parse(standby.uri()), "preflight") as target,
     ):
         dsn = Dsn.parse(source_db)
-        problems = check(source, target, CloneSettings(dsn, dsn, Path("unused")))
+        problems = check(source, target, CloneSettings(Route(dsn, dsn, Path("unused"))))
     assert [p.what for p in problems if not p.is_warning] == ["the server is a standby: read only"]
     assert "primary" in problems[0].fix
 
@@ -488,7 +528,8 @@ def test_all_problems_are_told_at_once(servers: Servers) -> None:
         'CREATE TABLE public.t (); ALTER TABLE public.t OWNER TO "the role"',
         IMAGINARY_EXTENSION,
     )
-    servers.run("target", "CREATE TABLE public.t ()", "SELECT lo_create(0)")
+    servers.run("source", "SELECT lo_create(4000000009)")
+    servers.run("target", "CREATE TABLE public.t ()", "SELECT lo_create(4000000009)")
     many = servers.settings(table_jobs=500)
     problems = servers.check(many, source="poor")
     with pytest.raises(PreflightError) as caught:
@@ -499,7 +540,7 @@ def test_all_problems_are_told_at_once(servers: Servers) -> None:
         "no right to read table public.t",
         "source: ",
         "connections are needed",
-        "the database is not empty: it has relation public.t",
+        "are not empty: they have relation public.t",
         "large objects",
         "extension imaginary",
         "the role",

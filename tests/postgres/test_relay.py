@@ -19,9 +19,9 @@ from tests.fixtures.tls import open_tls_cluster, tls_uri
 
 from millrace.config.dsn import Dsn
 from millrace.errors import ConnectionLost, InvariantError, MillraceError, ServerError
-from millrace.postgres.embedded import Cluster
-from millrace.postgres.libpq import execute, open_session
-from millrace.postgres.relay import CHUNK_BYTES, HOLD, Copied, relay
+from millrace.postgres.program.embedded import Cluster
+from millrace.postgres.wire.libpq import execute, open_session
+from millrace.postgres.wire.relay import CHUNK_BYTES, HOLD, CopyResult, relay
 from millrace.retry import is_transient
 
 pytestmark = pytest.mark.timeout(60)
@@ -110,7 +110,7 @@ def run(uri: str, *statements: str) -> list[tuple[object, ...]]:
 
 def copy_query(
     pair: tuple[PGconn, PGconn], query: str, into: str = "public.t", form: str = "binary"
-) -> Copied:
+) -> CopyResult:
     return relay(
         *pair,
         f"{BEGIN}COPY ({query}) TO STDOUT (FORMAT {form})",

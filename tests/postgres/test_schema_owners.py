@@ -8,11 +8,12 @@ import psycopg
 import pytest
 from tests.fixtures.sql import execute, rows
 
-from millrace.clone.target import set_schema_owners
+from millrace.clone.schema.database import set_schema_owners
 from millrace.config.dsn import Dsn
-from millrace.postgres import catalog, describe
-from millrace.postgres.connect import connect
-from millrace.postgres.embedded import Cluster
+from millrace.postgres.catalog import describe
+from millrace.postgres.catalog import relations as catalog
+from millrace.postgres.program.embedded import Cluster
+from millrace.postgres.wire.connect import connect
 
 OWNERS = (
     "SELECT nspname::text, pg_get_userbyid(nspowner)::text FROM pg_namespace"

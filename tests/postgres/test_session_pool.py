@@ -15,11 +15,11 @@ from tests.fixtures.proxy import open_proxy
 from tests.fixtures.sql import rows
 from tests.fixtures.wait import wait_for
 
-from millrace.clone.session_pool import SessionPool
+from millrace.clone.finish.session_pool import SessionPool
 from millrace.config.dsn import Dsn
 from millrace.errors import ServerError
-from millrace.postgres.connect import translated
-from millrace.postgres.embedded import Cluster
+from millrace.postgres.program.embedded import Cluster
+from millrace.postgres.wire.connect import translated
 
 Connection = psycopg.Connection[tuple[Any, ...]]
 

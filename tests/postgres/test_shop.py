@@ -7,6 +7,7 @@ from typing import Any
 
 import psycopg
 import pytest
+from tests.fixtures.wait import DEADLINE_SECONDS
 
 from millrace.demo.shop import Writers, create_shop
 from millrace.errors import ServerError
@@ -65,8 +66,6 @@ _KINDS = {
     "trigger": "SELECT count(*) FROM pg_trigger WHERE NOT tgisinternal",
     "materialized view over another": 'SELECT count(*) FROM "Sales Reports"."Best Months"',
 }
-
-_DEADLINE_SECONDS = 30
 
 
 def test_shop_has_the_size_that_was_asked_for(source_db: str) -> None:
@@ -200,7 +199,7 @@ def _let_writers_fail(uri: str, *, block_raises: Exception | None = None) -> Non
 
 
 def _wait_for(writers: Writers, *, transactions: int) -> None:
-    deadline = time.monotonic() + _DEADLINE_SECONDS
+    deadline = time.monotonic() + DEADLINE_SECONDS
     while writers.committed < transactions:
         assert time.monotonic() < deadline, f"only {writers.committed} transactions"
         time.sleep(0.01)
@@ -211,7 +210,7 @@ def _wait_for_end_of_writers(uri: str) -> None:
     SELECT count(*) FROM pg_stat_activity
     WHERE datname = current_database() AND application_name LIKE '%shop writer'
     """
-    deadline = time.monotonic() + _DEADLINE_SECONDS
+    deadline = time.monotonic() + DEADLINE_SECONDS
     while _value(uri, query):
         assert time.monotonic() < deadline, "the writers do not end"
         time.sleep(0.01)

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,47 +13,26 @@ from typing import Any
 
 import psycopg
 import pytest
-from tests.fixtures.wait import wait_for
+from tests.fixtures.program import MILLRACE
+from tests.fixtures.wait import DEADLINE_SECONDS, wait_for
 
 from millrace.config.dsn import Dsn
 from millrace.errors import PreflightError, ServerError
+from millrace.follow.publication import create_publications
+from millrace.follow.setup import require_silence
+from millrace.follow.slot import cleanup, create_stream, read_leftovers
 from millrace.lsn import parse_lsn
-from millrace.postgres.connect import connect
-from millrace.stream.begin import require_silence
-from millrace.stream.publication import (
-    create_publications,
-    publication_names,
-    read_published_tables,
-)
-from millrace.stream.slot import cleanup, create_stream, read_leftovers, read_slot
-from millrace.stream.spool_reader import SpoolReader
+from millrace.postgres.catalog.schemas import publication_names
+from millrace.postgres.wire.connect import connect
+from millrace.postgres.wire.slot import read_slot
+from millrace.spool.reader import SpoolReader
 
 SCHEMA = """
 CREATE TABLE keyed (id int PRIMARY KEY, v text);
 CREATE TABLE bare (v text);
-CREATE TABLE is_full (v text);
-ALTER TABLE is_full REPLICA IDENTITY FULL;
-CREATE TABLE by_index (a int NOT NULL UNIQUE, v text);
-ALTER TABLE by_index REPLICA IDENTITY USING INDEX by_index_a_key;
-CREATE TABLE nothing (id int PRIMARY KEY, v text);
-ALTER TABLE nothing REPLICA IDENTITY NOTHING;
-CREATE TABLE deferred (id int PRIMARY KEY DEFERRABLE, v text);
-CREATE TABLE parent (id int PRIMARY KEY, v text);
-CREATE TABLE child () INHERITS (parent);
 CREATE TABLE parted (id int PRIMARY KEY, v text) PARTITION BY RANGE (id);
 CREATE TABLE parted_1 PARTITION OF parted FOR VALUES FROM (0) TO (10);
-CREATE TABLE parted_bare (id int, v text) PARTITION BY RANGE (id);
-CREATE TABLE parted_bare_1 PARTITION OF parted_bare FOR VALUES FROM (0) TO (10);
-CREATE TABLE parted_full (id int, v text) PARTITION BY RANGE (id);
-CREATE TABLE parted_full_1 PARTITION OF parted_full FOR VALUES FROM (0) TO (10);
-ALTER TABLE parted_full REPLICA IDENTITY FULL;
-ALTER TABLE parted_full_1 REPLICA IDENTITY FULL;
-CREATE UNLOGGED TABLE unlogged (id int PRIMARY KEY);
-CREATE SCHEMA "Odd, name";
-CREATE TABLE "Odd, name".t (id int PRIMARY KEY);
 """
-WITHOUT_IDENTITY = {"bare", "nothing", "deferred", "child", "parted_bare"}
-WITH_IDENTITY = {"keyed", "is_full", "by_index", "parent", "parted", "parted_full", "t"}
 
 
 @pytest.fixture
@@ -71,44 +49,6 @@ def database(source_db: str) -> Iterator[str]:
 
 def _slot(uri: str) -> str:
     return "millrace_" + uri.partition("?")[0].rpartition("/")[2]
-
-
-def test_tables_without_identity_are_told_apart(database: str) -> None:
-    with connect(Dsn.parse(database), "test") as connection:
-        tables = read_published_tables(connection)
-    assert {table.name for table in tables if table.has_identity} == WITH_IDENTITY
-    assert {table.name for table in tables if not table.has_identity} == WITHOUT_IDENTITY
-
-
-def test_every_statement_of_the_source_goes_on_working(database: str) -> None:
-    """The oracle: each of them on every table, before and after."""
-    slot = _slot(database)
-    created = create_stream(Dsn.parse(database), slot, "pgoutput")
-    with psycopg.connect(database, autocommit=True) as connection:
-        for name in sorted(WITH_IDENTITY | WITHOUT_IDENTITY | {"parted_bare_1", "unlogged"}):
-            table = f'"Odd, name".{name}' if name == "t" else name
-            value = "''" if name not in ("t", "unlogged") else None
-            first = "DEFAULT" if name in ("bare", "is_full") else "1"
-            row = value if first == "DEFAULT" else ", ".join(filter(None, (first, value)))
-            for statement in (
-                f"INSERT INTO {table} VALUES ({row})",
-                f"UPDATE {table} SET v = 'x'" if value else f"UPDATE {table} SET id = 2",
-                f"DELETE FROM {table}",
-                f"TRUNCATE {table} CASCADE",
-            ):
-                connection.execute(statement.encode())
-        published: dict[str, set[str]] = {}
-        for publication, table in connection.execute(
-            "SELECT pubname, relname FROM pg_publication_rel r JOIN pg_class c ON c.oid = prrelid"
-            " JOIN pg_publication p ON p.oid = prpubid"
-        ):
-            published.setdefault(publication, set()).add(table)
-    with_identity, insert_only = publication_names(slot)
-    assert published == {with_identity: WITH_IDENTITY, insert_only: WITHOUT_IDENTITY}
-    warnings = "\n".join(created.warnings)
-    assert 'ALTER TABLE "public"."bare" REPLICA IDENTITY FULL' in warnings
-    assert '"public"."parted_full" has no primary key: a partition that is added' in warnings
-    assert len(created.warnings) == len(WITHOUT_IDENTITY) + 1
 
 
 def test_only_wanted_tables_are_published(database: str) -> None:
@@ -148,7 +88,7 @@ def test_a_slot_that_is_read_is_not_dropped(database: str, tmp_path: Path) -> No
                 cleanup(connection, None, slot)
     finally:
         process.send_signal(signal.SIGTERM)
-        out, error = process.communicate(timeout=30)
+        out, error = process.communicate(timeout=DEADLINE_SECONDS)
     assert process.returncode == 143, error
     assert not _active(database, slot)
     out = _millrace("stream", "cleanup", "--json", env=environment)
@@ -217,7 +157,7 @@ def test_a_snapshot_with_a_slot_has_its_publications(database: str, tmp_path: Pa
         assert told["start_lsn"] == held["start_lsn"]
     finally:
         process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=30)
+        process.communicate(timeout=DEADLINE_SECONDS)
     with connect(Dsn.parse(database), "test") as connection:
         left = read_leftovers(connection, None, slot)
     assert {name for name, _ in left.publications} == set(publication_names(slot))
@@ -233,14 +173,14 @@ def test_a_wrong_directory_makes_no_stream(tmp_path: Path) -> None:
     env = {"MILLRACE_DIR": str(tmp_path / "none")}
     for command in (("sentinel", "get"), ("prune",), ("receive", "--source", "dbname=x")):
         process = _start("stream", *command, env=env)
-        _, error = process.communicate(timeout=30)
+        _, error = process.communicate(timeout=DEADLINE_SECONDS)
         assert process.returncode == 4, error
     assert not (tmp_path / "none").exists()
 
 
 def _start(*arguments: str, env: dict[str, str]) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "millrace", *arguments],
+        [*MILLRACE, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -250,7 +190,7 @@ def _start(*arguments: str, env: dict[str, str]) -> subprocess.Popen[str]:
 
 def _millrace(*arguments: str, env: dict[str, str]) -> str:
     process = _start(*arguments, env=env)
-    out, error = process.communicate(timeout=60)
+    out, error = process.communicate(timeout=DEADLINE_SECONDS)
     assert process.returncode == 0, error
     return out
 

@@ -26,19 +26,21 @@ from tests.fixtures.wait import wait_for
 
 from millrace.config.dsn import Dsn
 from millrace.errors import ConnectionLost, ServerError, SlotLost
+from millrace.follow.publication import create_publications
+from millrace.follow.slot import drop_slot
 from millrace.lsn import parse_lsn
-from millrace.postgres import slot_batch
-from millrace.postgres.connect import connect
-from millrace.postgres.embedded import Cluster, open_cluster
-from millrace.postgres.replication import CopyStream, FrameBuffer
-from millrace.postgres.slot import lock_sql
-from millrace.postgres.slot_batch import BatchSizes, BatchStream, moves_slots
-from millrace.stream import batches as batches_module
-from millrace.stream.batches import Batches
-from millrace.stream.publication import create_publications, publication_names
-from millrace.stream.receive import ReceiveSettings, receive
-from millrace.stream.slot import SlotState, drop_slot
-from millrace.stream.spool_writer import SpoolWriter
+from millrace.postgres.catalog.schemas import publication_names
+from millrace.postgres.program.embedded import Cluster, open_cluster
+from millrace.postgres.wire import slot_batch
+from millrace.postgres.wire.connect import connect
+from millrace.postgres.wire.replication import CopyStream, FrameBuffer
+from millrace.postgres.wire.slot import SlotState
+from millrace.postgres.wire.slot_batch import BatchSizes, BatchStream, moves_slots
+from millrace.postgres.wire.slot_error import lock_sql
+from millrace.receive import batch_policy as batches_module
+from millrace.receive.batch_policy import Batches
+from millrace.receive.loop import ReceiveSettings, receive
+from millrace.spool.writer import SpoolWriter
 
 TABLE = "CREATE TABLE t (id int PRIMARY KEY, v text)"
 MEGABYTE = 1024 * 1024
@@ -157,7 +159,7 @@ def test_a_source_that_refuses_a_batch_is_asked_by_the_protocol(
     _update(source, 20_000)
     assert source.receive(tmp_path).reached_endpos
     assert "temporary file size exceeds" in told.text
-    assert "going on by the replication protocol" in told.text
+    assert "continuing with the replication protocol" in told.text
     _assert_as_sent(source, tmp_path)
 
 
@@ -301,7 +303,7 @@ def test_a_refusal_is_remembered(
     monkeypatch.setattr(slot_batch, "_peek", lambda slot, end_lsn, options: "COPY no FROM here")
     _update(source, 1000, times=20)
     source.receive(tmp_path)
-    assert told.text.count("going on by the replication protocol") == 1
+    assert told.text.count("continuing with the replication protocol") == 1
     assert _batches(told) == 1
     _assert_as_sent(source, tmp_path)
 

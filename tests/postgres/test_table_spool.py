@@ -19,19 +19,19 @@ from typer.testing import CliRunner
 from millrace.cli.stream_transform import transform
 from millrace.config.dsn import Dsn
 from millrace.errors import ConfigError, ConnectionLost, ServerError, WorkDirError
-from millrace.postgres.connect import connect
-from millrace.postgres.pgoutput import scan
-from millrace.stream import table_spool
-from millrace.stream.change_range import ChangeSpool
-from millrace.stream.changes import iter_changes
-from millrace.stream.receive import receive
-from millrace.stream.sentinel import Sentinel, StreamSetup
-from millrace.stream.settings import SpoolKind
-from millrace.stream.spool import Reader, SpoolExtent, Writer
-from millrace.stream.spool_place import SpoolPlace, place_of
-from millrace.stream.spool_reader import SpoolReader
-from millrace.stream.spool_writer import SpoolWriter
-from millrace.stream.table_spool import TableSpoolReader, TableSpoolWriter
+from millrace.postgres.pgoutput.messages import scan
+from millrace.postgres.wire.connect import connect
+from millrace.receive.loop import receive
+from millrace.spool import table as table_spool
+from millrace.spool.change_batch import iter_changes
+from millrace.spool.interface import Reader, SpoolExtent, Writer
+from millrace.spool.kind import SpoolKind
+from millrace.spool.place import SpoolPlace, place_of
+from millrace.spool.reader import SpoolReader
+from millrace.spool.selection import ChangeSpool
+from millrace.spool.table import TableSpoolReader, TableSpoolWriter
+from millrace.spool.writer import SpoolWriter
+from millrace.workdir.sentinel import Sentinel, StreamSetup
 
 STREAM = "table_spool_test"
 
@@ -155,6 +155,7 @@ def test_changes_are_read_from_either(kind: Kind, tmp_path: Path) -> None:
     assert spool.ranges(oldest, 3950, 1 << 30)[0].end_lsn == 3950
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_changes_on_the_target_are_printed(tmp_path: Path, target_db: str) -> None:
     setup = StreamSetup("source", "printed", "pgoutput", "UTF8", 1, spool=SpoolKind.TABLE)
     with Sentinel(tmp_path) as sentinel:

@@ -8,15 +8,16 @@ from pathlib import Path
 import pytest
 from tests.fixtures.tls import open_tls_cluster, tls_uri
 
-from millrace.clone.copy import CopyTask, copy_parts, part_statements
-from millrace.clone.split import plan_parts
+from millrace.clone.copy_task import CopyTask, copy_parts, part_statements
 from millrace.config.dsn import Dsn
 from millrace.errors import ServerError
-from millrace.postgres import catalog, record
-from millrace.postgres.connect import connect, resolve
-from millrace.postgres.dump import dump_schema
-from millrace.postgres.embedded import Cluster
+from millrace.postgres import run_record as record
+from millrace.postgres.catalog import relations as catalog
+from millrace.postgres.program.dump import dump_schema
+from millrace.postgres.program.embedded import Cluster
+from millrace.postgres.wire.connect import connect, resolve
 from millrace.snapshot.export import open_snapshot
+from millrace.split.plan import plan_parts
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -58,7 +59,7 @@ def test_part_travels_over_an_encrypted_connection(
             " FROM generate_series(1, 50000) g"
         )
         at_target.execute(ddl)
-        epoch = record.open_run(at_target, "tls", "the source")
+        epoch = record.open_run(at_target, record.RunRecord("tls", "the source"))
         (table,) = catalog.read_tables(at_source)
         parts = tuple(part_statements(table, part) for part in plan_parts(table, cuts))
         with open_snapshot(source) as snapshot:

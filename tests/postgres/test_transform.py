@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 import typer
 from tests.fixtures.stream_pair import StreamPair
 from typer.testing import CliRunner
 
 from millrace.cli.stream_transform import transform
-from millrace.errors import WorkDirError
+from millrace.errors import ConfigError, WorkDirError
 from millrace.lsn import parse_lsn, render_lsn
-from millrace.stream.change_range import open_change_spool
+from millrace.spool.change_batch import iter_changes
+from millrace.spool.selection import open_change_spool
+
+# The program runs in this process.
+pytestmark = pytest.mark.usefixtures("in_this_process")
 
 app = typer.Typer()
 app.command("transform")(transform)
@@ -232,6 +237,46 @@ def test_ranges_formats_and_tables(pair: StreamPair, tmp_path: Path) -> None:
     too_far = render_lsn(open_change_spool(tmp_path).extent().complete_lsn + 1)
     with pytest.raises(WorkDirError, match="received"):
         printed(tmp_path, "--until", too_far)
+
+
+def test_parquet_files_continue_where_the_last_run_ended(pair: StreamPair, tmp_path: Path) -> None:
+    columns = ", ".join(f"c{n} {name}" for n, (name, _) in enumerate(VALUES))
+    pair.begin(f"CREATE TABLE typed (id int PRIMARY KEY, {columns})", "CREATE TABLE other ()")
+    lake = tmp_path / "lake"
+    values = ", ".join("'" + text.replace("'", "''") + "'" for _, text in VALUES)
+
+    def export(*arguments: str, folder: Path = lake) -> list[dict[str, object]]:
+        assert printed(tmp_path, "--to", f"parquet:{folder}", *arguments) == ""
+        files = sorted(folder.glob("*.parquet"))
+        return [row for file in files for row in pq.read_table(file).to_pylist()]
+
+    pair.run(f"INSERT INTO typed VALUES (1, {values})", "INSERT INTO typed VALUES (2)")
+    pair.receive()
+    assert len(export()) == 2
+    assert len(export()) == 2
+    pair.run("DELETE FROM typed", "TRUNCATE typed")
+    pair.receive()
+    found = export()
+    assert [row["operation"] for row in found] == [
+        *("insert", "insert", "delete", "delete", "truncate")
+    ]
+    spool = open_change_spool(tmp_path)
+    with spool.opened() as reader:
+        (range_,) = spool.ranges(0, spool.extent().last_end_lsn, 1 << 30)
+        batches = list(iter_changes(reader, range_, spool.encoding))
+    assert found == [row for batch in batches for row in batch.to_pylist()]
+    # Nothing for the table, but the position moves on, so the spool may be pruned.
+    pair.run("INSERT INTO other DEFAULT VALUES")
+    pair.receive()
+    one = tmp_path / "one table"
+    assert export("--table", "public.typed", folder=one) == found
+    newest = max(file.stem for file in one.glob("*.parquet"))
+    assert int(newest.split("-")[2], 16) == spool.extent().last_end_lsn
+    # With all tables in it, its position would hide what came for the other one.
+    with pytest.raises(ConfigError, match="holds changes of"):
+        export("--table", "public.typed")
+    with pytest.raises(ConfigError, match="is for --to print"):
+        export("--format", "json")
 
 
 def test_a_directory_without_a_spool_is_refused(tmp_path: Path) -> None:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.fixtures.program import MILLRACE
 from tests.fixtures.sql import execute, rows
 
 from millrace.clone.databases import create_sql, directory_of
-from millrace.postgres.embedded import Cluster, open_cluster
+from millrace.postgres.program.embedded import Cluster, open_cluster
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -51,7 +51,7 @@ def millrace(
 ) -> subprocess.CompletedProcess[str]:
     source, target = servers
     command = [
-        sys.executable, "-m", "millrace", "clone", "--all-databases",
+        *MILLRACE, "clone", "--all-databases",
         "--source", source.uri(), "--target", target.uri(), "--dir", str(directory),
         "--table-jobs", "2", *options,
     ]  # fmt: skip
@@ -101,7 +101,7 @@ def test_what_belongs_to_one_database_is_refused(
 ) -> None:
     ended = millrace(servers, tmp_path, *options)
     assert ended.returncode == 2
-    assert f"--all-databases and {options[0]} exclude each other" in ended.stderr
+    assert f"--all-databases and {options[0]} cannot be used together" in ended.stderr
 
 
 def test_work_directories_stay_inside_and_apart(tmp_path: Path) -> None:

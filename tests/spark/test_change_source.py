@@ -13,15 +13,15 @@ from tests.fixtures.changes import Transaction, append, join
 from millrace.change import SCHEMA
 from millrace.config.dsn import Dsn
 from millrace.lsn import render_lsn
-from millrace.postgres.connect import connect
+from millrace.postgres.wire.connect import connect
 from millrace.spark import change_source
 from millrace.spark.session import Engine
-from millrace.stream import table_spool
-from millrace.stream.sentinel import Sentinel, StreamSetup
-from millrace.stream.settings import SpoolKind
-from millrace.stream.spool_place import place_of
-from millrace.stream.spool_reader import prune
-from millrace.stream.spool_writer import SpoolWriter
+from millrace.spool import table as table_spool
+from millrace.spool.kind import SpoolKind
+from millrace.spool.place import place_of
+from millrace.spool.reader import prune
+from millrace.spool.writer import SpoolWriter
+from millrace.workdir.sentinel import Sentinel, StreamSetup
 
 pytestmark = pytest.mark.slow
 

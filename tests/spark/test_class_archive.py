@@ -7,26 +7,22 @@ theirs.
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from pyspark import SparkContext
 
-from millrace.spark import java
-from millrace.spark.java import class_archive, class_archive_options
+from millrace.spark import java, session
+from millrace.spark.java import class_archive, class_archive_options, make_class_archive
 
 START = """
 import sys
 from millrace.spark.session import Engine, default_master
 with Engine(default_master(1), {"spark.driver.extraJavaOptions": sys.argv[1]}) as engine:
     engine.wait()
-"""
-# The JVM is killed before it can write.
-MAKE_IN_NO_TIME = """
-from millrace.spark import java
-java.DUMP_SECONDS = 0.0
-java.make_class_archive()
 """
 
 
@@ -82,8 +78,42 @@ def test_spark_installed_anew_needs_another_archive(
     assert not class_archive_options()
 
 
-def test_an_archive_that_java_did_not_write_is_an_error(cache: Path) -> None:
-    failed = run_python("-c", MAKE_IN_NO_TIME)
-    assert failed.returncode != 0
-    assert "has not written" in failed.stderr
+class JvmThatWritesNothing:
+    """In the place of Spark's engine."""
+
+    def __init__(self, master: str, conf: dict[str, str], *, end_seconds: float) -> None:
+        assert "-XX:ArchiveClassesAtExit=" in conf["spark.driver.extraJavaOptions"]
+        assert end_seconds == java.DUMP_SECONDS
+
+    def __enter__(self) -> JvmThatWritesNothing:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Killed before it could write."""
+
+    def wait(self) -> float:
+        return 0.0
+
+
+def test_an_archive_that_java_did_not_write_is_an_error(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "Engine", JvmThatWritesNothing)
+    with pytest.raises(OSError, match="has not written"):
+        make_class_archive()
     assert class_archive_options() == []
+
+
+def test_a_jvm_that_does_not_end_in_its_time_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_gateway", "_jvm", "_active_spark_context"):  # of the other tests
+        monkeypatch.setattr(SparkContext, name, getattr(SparkContext, name))
+
+    class Gateway:
+        proc = subprocess.Popen(["sleep", "1000"], stdin=subprocess.PIPE)
+
+        def shutdown(self) -> None:
+            """Nobody listens."""
+
+    gateway = Gateway()
+    session._stop_jvm(gateway, 0.0)
+    assert gateway.proc.returncode == -signal.SIGKILL

@@ -9,16 +9,17 @@ import psycopg
 import pytest
 from tests.fixtures.wait import wait_for
 
-from millrace.clone.compare_run import CompareSettings, compare_data
 from millrace.clone.progress import Reporter
 from millrace.clone.run import clone
 from millrace.clone.settings import CloneSettings
-from millrace.clone.split import SplitSettings
+from millrace.compare.run import CompareSettings, compare_data
 from millrace.config.dsn import Dsn
 from millrace.demo.shop import Writers, create_shop
-from millrace.postgres.embedded import Cluster
+from millrace.postgres.program.embedded import Cluster
+from millrace.route import Route
 from millrace.snapshot.export import open_snapshot
 from millrace.spark.session import Engine
+from millrace.split.plan import SplitSettings
 
 
 @pytest.fixture(scope="module")
@@ -38,9 +39,7 @@ def test_clone_of_a_busy_shop_holds_exactly_the_rows_of_its_snapshot(
         wait_for(lambda: writers.committed > 0)
         before = writers.committed
         settings = CloneSettings(
-            source,
-            target,
-            tmp_path / "work",
+            Route(source, target, tmp_path / "work"),
             split=SplitSettings(larger_than_bytes=split),
             snapshot=held.id,
         )
@@ -50,7 +49,7 @@ def test_clone_of_a_busy_shop_holds_exactly_the_rows_of_its_snapshot(
         assert (max(table.parts for table in result.summary.tables) > 1) == bool(split)
         assert writers.committed > before
 
-        compared = compare_data(CompareSettings(source, target, snapshot=held.id), engine)
+        compared = compare_data(CompareSettings(Route(source, target), snapshot=held.id), engine)
         assert [one.label for one in compared if not one.is_equal] == []
         assert {"shop.order_lines", "shop.orders_2025_12_0", "audit.log"} <= {
             one.label for one in compared

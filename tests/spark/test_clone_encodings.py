@@ -11,13 +11,14 @@ import pytest
 from tests.fixtures.sql import execute, rows
 from tests.fixtures.wait import wait_for
 
-from millrace.clone.compare_run import CompareSettings, compare_data
 from millrace.clone.progress import Reporter
 from millrace.clone.run import CloneResult, clone
 from millrace.clone.settings import CloneSettings
+from millrace.compare.run import CompareSettings, compare_data
 from millrace.config.dsn import Dsn
 from millrace.errors import ServerError
-from millrace.postgres.embedded import Cluster
+from millrace.postgres.program.embedded import Cluster
+from millrace.route import Route
 from millrace.spark.session import Engine
 
 # In the order of the parameters: of the source, of the target.
@@ -51,7 +52,7 @@ def databases(source_cluster: Cluster, target_cluster: Cluster) -> Iterator[Data
 @pytest.fixture
 def cloner(engine: Engine, reporter: Reporter, tmp_path: Path) -> Cloner:
     def run(source: str, target: str) -> CloneResult:
-        settings = CloneSettings(Dsn.parse(source), Dsn.parse(target), tmp_path / "work")
+        settings = CloneSettings(Route(Dsn.parse(source), Dsn.parse(target), tmp_path / "work"))
         return clone(settings, engine, reporter)
 
     return run
@@ -63,7 +64,7 @@ def formats(result: CloneResult) -> dict[str, str]:
 
 
 def assert_equal_data(source: str, target: str, engine: Engine) -> None:
-    compared = compare_data(CompareSettings(Dsn.parse(source), Dsn.parse(target)), engine)
+    compared = compare_data(CompareSettings(Route(Dsn.parse(source), Dsn.parse(target))), engine)
     assert [one.label for one in compared if not one.is_equal] == []
 
 

@@ -10,13 +10,14 @@ import pytest
 from tests.fixtures import create_museum_roles, load_museum
 from tests.fixtures.sql import rows
 
-from millrace.clone.compare_run import CompareSettings, compare_data
 from millrace.clone.run import clone
 from millrace.clone.settings import CloneSettings
-from millrace.clone.split import SplitSettings
+from millrace.compare.run import CompareSettings, compare_data
 from millrace.config.dsn import Dsn
-from millrace.postgres.embedded import Cluster
+from millrace.postgres.program.embedded import Cluster
+from millrace.route import Route
 from millrace.spark.session import Engine
+from millrace.split.plan import SplitSettings
 
 
 def dumped(cluster: Cluster, uri: str, tools: Cluster) -> list[str]:
@@ -55,16 +56,14 @@ def test_museum_arrives_as_pg_restore_would_bring_it_and_equal_row_by_row(
     load_museum(source_db)
     create_museum_roles(target_db)
     settings = CloneSettings(
-        Dsn.parse(source_db),
-        Dsn.parse(target_db),
-        tmp_path / "work",
+        Route(Dsn.parse(source_db), Dsn.parse(target_db), tmp_path / "work"),
         split=SplitSettings(larger_than_bytes=split),
     )
     result = clone(settings, engine, reporter)  # type: ignore[arg-type]
     assert result.summary is not None
     assert (max(table.parts for table in result.summary.tables) > 1) == bool(split)
 
-    compared = compare_data(CompareSettings(settings.source, settings.target), engine)
+    compared = compare_data(CompareSettings(Route(settings.source, settings.target)), engine)
     assert [one.label for one in compared if not one.is_equal] == []
     assert len(compared) > 100
 

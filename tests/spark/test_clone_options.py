@@ -2,49 +2,28 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import psycopg
 import pytest
+from tests.fixtures.cloning import DEPOT, Cloner, assert_equal_data
 from tests.fixtures.sql import execute, rows
 
-from millrace.clone.compare_run import CompareSettings, compare_data
-from millrace.clone.progress import Progress, Reporter
-from millrace.clone.run import CloneResult, clone, dry_run
-from millrace.clone.schema import SchemaSettings
+from millrace.clone.progress import Progress
+from millrace.clone.run import clone
+from millrace.clone.schema.entries import SchemaSettings
 from millrace.clone.settings import CloneSettings
-from millrace.clone.split import SplitSettings
 from millrace.config.dsn import Dsn
 from millrace.errors import PreflightError
-from millrace.postgres.embedded import Cluster
+from millrace.postgres.program.embedded import Cluster
+from millrace.route import Route
 from millrace.spark.session import Engine
 
-DEADLINE_SECONDS = 60
-
 Rows = list[tuple[Any, ...]]
-Cloner = Callable[..., CloneResult]
-
-
-@pytest.fixture
-def cloner(engine: Engine, reporter: Reporter, tmp_path: Path) -> Cloner:
-    """Clones one database into another, each time in a work directory of its own."""
-    numbers = iter(range(1, 100))
-
-    def run(source: str, target: str, reporter: Reporter = reporter, **options: Any) -> CloneResult:
-        settings = CloneSettings(
-            Dsn.parse(source), Dsn.parse(target), tmp_path / f"work{next(numbers)}", **options
-        )
-        return clone(settings, engine, reporter)
-
-    return run
 
 
 class Silent:
@@ -52,11 +31,6 @@ class Silent:
 
     def update(self, progress: Progress) -> None:
         return
-
-
-def assert_equal_data(source: str, target: str, engine: Engine) -> None:
-    compared = compare_data(CompareSettings(Dsn.parse(source), Dsn.parse(target)), engine)
-    assert [one.label for one in compared if not one.is_equal] == []
 
 
 # One fact for each option: what an option does to its own, and that it leaves the others alone.
@@ -181,7 +155,7 @@ def plain(
     """What a clone without options brings."""
     target = target_cluster.create_database("cabinet_plain")
     directory = tmp_path_factory.mktemp("cabinet")
-    clone(CloneSettings(Dsn.parse(cabinet), Dsn.parse(target), directory), engine, Silent())
+    clone(CloneSettings(Route(Dsn.parse(cabinet), Dsn.parse(target), directory)), engine, Silent())
     yield facts(target)
     target_cluster.drop_database("cabinet_plain")
 
@@ -387,43 +361,6 @@ def test_roles_come_as_they_are_where_the_target_lacks_them(
 
 # A clone over an older clone
 
-DEPOT = """
-CREATE SCHEMA depot;
-CREATE TYPE depot.state AS ENUM ('in', 'out');
-CREATE DOMAIN depot.weight AS numeric CHECK (VALUE > 0);
-CREATE TYPE depot.size AS (width int, height int);
-CREATE SEQUENCE depot.ticket START 5;
-CREATE TABLE depot.places (id int PRIMARY KEY, name text NOT NULL UNIQUE);
-CREATE TABLE depot.things (
-    id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY, place int REFERENCES depot.places,
-    state depot.state DEFAULT 'in', weight depot.weight, size depot.size, note text
-);
-CREATE INDEX things_place ON depot.things (place);
-CREATE TABLE depot.days (day date, n int, PRIMARY KEY (day, n)) PARTITION BY RANGE (day);
-CREATE TABLE depot.days_1 PARTITION OF depot.days FOR VALUES FROM ('2025-01-01') TO ('2025-02-01');
-CREATE TABLE depot.days_2 PARTITION OF depot.days DEFAULT;
-CREATE INDEX days_n ON depot.days (n);
-CREATE STATISTICS depot.things_statistics ON place, state FROM depot.things;
-INSERT INTO depot.places SELECT i, 'place ' || i FROM generate_series(1, 50) AS i;
-INSERT INTO depot.things (place, weight, size, note)
-SELECT 1 + i % 50, 0.5 + i, (i::int, 7)::depot.size, repeat('note ', i % 20)
-FROM generate_series(1, 5000) AS i;
-INSERT INTO depot.days SELECT date '2025-01-01' + i % 60, i FROM generate_series(1, 900) AS i;
-SELECT nextval('depot.ticket'), lo_from_bytea(8001, 'first'), lo_from_bytea(8002, 'second');
-CREATE FUNCTION depot.total() RETURNS numeric LANGUAGE sql
-    AS 'SELECT sum(weight) FROM depot.things';
-CREATE FUNCTION depot.touch() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RETURN NEW; END';
-CREATE TRIGGER touch BEFORE UPDATE ON depot.things FOR EACH ROW EXECUTE FUNCTION depot.touch();
-CREATE VIEW depot.heavy AS SELECT id, weight FROM depot.things WHERE weight > 100;
-CREATE RULE quiet AS ON DELETE TO depot.heavy DO INSTEAD NOTHING;
-CREATE MATERIALIZED VIEW depot.totals AS
-    SELECT place, sum(weight) AS weight FROM depot.things GROUP BY 1;
-CREATE UNIQUE INDEX totals_place ON depot.totals (place);
-CREATE PUBLICATION depot_publication FOR TABLE depot.things;
-CREATE FUNCTION depot.seen() RETURNS event_trigger LANGUAGE plpgsql AS 'BEGIN NULL; END';
-CREATE EVENT TRIGGER depot_seen ON ddl_command_end EXECUTE FUNCTION depot.seen();
-"""
-
 DEPOT_CHANGED = """
 ALTER TYPE depot.state ADD VALUE 'lost';
 ALTER TABLE depot.things ADD colour text DEFAULT 'grey';
@@ -523,202 +460,3 @@ def test_event_trigger_that_forbids_drops_does_not_stop_the_clone(
     cloner(source_db, target_db)
     assert rows(target_db, "SELECT evtname, evtenabled FROM pg_event_trigger") == [("refuse", "O")]
     assert rows(target_db, "SELECT count(*) FROM pg_namespace WHERE nspname = 'millrace'") == [(0,)]
-
-
-# Indexes, constraints, views
-
-
-class HoldsOneTable:
-    """A reporter that keeps one table from being filled until another has its indexes."""
-
-    def __init__(self, target: str, held: str, awaited: list[str]) -> None:
-        self._connection = psycopg.connect(target)
-        self._held = held
-        self._awaited = awaited
-        self._deadline: float | None = None
-        self.seen = False
-
-    def update(self, progress: Progress) -> None:
-        if self._connection.closed:
-            return
-        if self._deadline is None and progress.step == "wait for Spark":
-            # The tables are there, and no task has begun.
-            self._connection.execute(f"LOCK TABLE {self._held} IN ACCESS SHARE MODE".encode())
-            self._deadline = time.monotonic() + DEADLINE_SECONDS
-        elif self._deadline is not None:
-            found = self._connection.execute(
-                "SELECT conname FROM pg_constraint WHERE contype IN ('p', 'u')"
-                " UNION SELECT indexname FROM pg_indexes"
-            ).fetchall()
-            self.seen = {(name,) for name in self._awaited} <= set(found)
-            if self.seen or time.monotonic() > self._deadline:
-                count = f"SELECT count(*) FROM {self._held}".encode()
-                assert self._connection.execute(count).fetchone() == (0,)
-                self._connection.close()
-
-
-def test_indexes_of_a_copied_table_are_built_while_another_is_still_copied(
-    source_db: str, target_db: str, cloner: Cloner
-) -> None:
-    execute(
-        source_db,
-        "CREATE TABLE big (id int PRIMARY KEY, filler text STORAGE PLAIN)",
-        "INSERT INTO big SELECT i, repeat('x', 7000) FROM generate_series(1, 1200) AS i",
-        "CREATE TABLE small (id int PRIMARY KEY, name text UNIQUE)",
-        "INSERT INTO small SELECT i, 'name ' || i FROM generate_series(1, 100) AS i",
-        "CREATE INDEX small_lower ON small (lower(name))",
-    )
-    reporter = HoldsOneTable(target_db, "big", ["small_pkey", "small_name_key", "small_lower"])
-    cloner(source_db, target_db, reporter=reporter)
-    assert reporter.seen
-    assert rows(target_db, "SELECT count(*) FROM big") == [(1200,)]
-
-
-CONSTRAINTS = """
-SELECT conname, contype, condeferrable, condeferred, pg_get_constraintdef(c.oid), indimmediate,
-    indnullsnotdistinct
-FROM pg_constraint AS c JOIN pg_index ON indexrelid = conindid
-WHERE contype IN ('p', 'u', 'x') AND conrelid = 'keys'::regclass ORDER BY conname"""
-# An index that was there before its constraint was made by another transaction.
-BUILT_BEFORE = """
-SELECT conname, a.xmin <> c.xmin FROM pg_constraint AS c
-JOIN pg_attribute AS a ON attrelid = conindid AND attnum = 1
-WHERE contype IN ('p', 'u', 'x') AND conrelid = 'keys'::regclass ORDER BY conname"""
-
-
-def test_keys_are_made_from_built_indexes_and_stay_deferrable(
-    source_db: str, target_db: str, cloner: Cloner
-) -> None:
-    execute(
-        source_db,
-        "CREATE TABLE keys (id int, d int, i int, n int, inc int, during int4range,"
-        " CONSTRAINT primary_deferred PRIMARY KEY (id) DEFERRABLE INITIALLY DEFERRED,"
-        " CONSTRAINT unique_deferrable UNIQUE (d) DEFERRABLE,"
-        " CONSTRAINT unique_immediate UNIQUE (i),"
-        " CONSTRAINT unique_nulls UNIQUE NULLS NOT DISTINCT (n),"
-        " CONSTRAINT unique_include UNIQUE (inc) INCLUDE (d),"
-        " CONSTRAINT whole EXCLUDE USING gist (during WITH &&))",
-        "INSERT INTO keys SELECT i, i, i, i, i, int4range(i, i + 1)"
-        " FROM generate_series(1, 100) AS i",
-    )
-    cloner(source_db, target_db)
-    assert rows(target_db, CONSTRAINTS) == rows(source_db, CONSTRAINTS)
-    assert rows(target_db, BUILT_BEFORE) == [
-        ("primary_deferred", True),
-        ("unique_deferrable", True),
-        ("unique_immediate", True),
-        ("unique_include", True),
-        ("unique_nulls", True),
-        ("whole", False),
-    ]
-    # Deferred until the commit: two rows change places.
-    execute(target_db, "UPDATE keys SET id = 101 - id")
-
-
-def test_foreign_keys_in_circles_do_not_deadlock(
-    source_db: str, target_db: str, cloner: Cloner
-) -> None:
-    numbers = range(6)
-    columns = ", ".join(f"r{n} int" for n in numbers)
-    execute(
-        source_db,
-        *(f"CREATE TABLE f{n} (id int PRIMARY KEY, {columns})" for n in numbers),
-        *(
-            f"INSERT INTO f{n} SELECT i, i, i, i, i, i, i FROM generate_series(1, 2000) AS i"
-            for n in numbers
-        ),
-        *(
-            f"ALTER TABLE f{n} ADD CONSTRAINT f{n}_r{m} FOREIGN KEY (r{m}) REFERENCES f{m}"
-            for n in numbers
-            for m in numbers
-        ),
-    )
-    result = cloner(source_db, target_db, restore_jobs=8)
-    assert result.summary is not None
-    assert result.summary.foreign_keys == 36
-    made = "SELECT conname, convalidated FROM pg_constraint WHERE contype = 'f' ORDER BY 1"
-    assert rows(target_db, made) == [(f"f{n}_r{m}", True) for n in numbers for m in numbers]
-    deadlocks = "SELECT deadlocks FROM pg_stat_database WHERE datname = current_database()"
-    assert rows(target_db, deadlocks) == [(0,)]
-
-
-def test_materialized_views_are_filled_in_the_order_of_their_dependencies(
-    source_db: str, target_db: str, cloner: Cloner
-) -> None:
-    execute(
-        source_db,
-        "CREATE TABLE base (n int)",
-        "INSERT INTO base SELECT generate_series(1, 100)",
-        # By name and by OID the last is the first.
-        "CREATE MATERIALIZED VIEW a AS SELECT 0::bigint AS n",
-        "CREATE MATERIALIZED VIEW z AS SELECT sum(n) AS n FROM base",
-        "CREATE VIEW m AS SELECT n + 1 AS n FROM z",
-        "DROP MATERIALIZED VIEW a",
-        "CREATE MATERIALIZED VIEW a AS SELECT n * 2 AS n FROM m",
-        "CREATE UNIQUE INDEX a_n ON a (n)",
-        "CREATE MATERIALIZED VIEW empty AS SELECT n FROM a WITH NO DATA",
-    )
-    cloner(source_db, target_db)
-    assert rows(target_db, "SELECT n FROM a") == [(10102,)]
-    assert rows(target_db, "SELECT indexname FROM pg_indexes WHERE tablename = 'a'") == [("a_n",)]
-    assert rows(target_db, "SELECT matviewname, ispopulated FROM pg_matviews ORDER BY 1") == [
-        ("a", True),
-        ("empty", False),
-        ("z", True),
-    ]
-
-
-# What a run tells
-
-COUNTED = """
-SELECT relname, (SELECT count(*) FROM pg_index WHERE indrelid = c.oid)
-FROM pg_class AS c WHERE relkind = 'r' AND relnamespace = 'depot'::regnamespace ORDER BY 1"""
-
-
-def test_summary_agrees_with_the_target(
-    source_db: str, target_db: str, cloner: Cloner, tmp_path: Path
-) -> None:
-    execute(source_db, DEPOT)
-    result = cloner(source_db, target_db, split=SplitSettings(larger_than_bytes=100_000))
-    written = json.loads((tmp_path / "work1" / "summary.json").read_text())
-    assert result.summary is not None
-    assert written == json.loads(json.dumps(asdict(result.summary)))
-
-    tables = {table["name"]: table for table in written["tables"]}
-    assert [(name, tables[name]["indexes"]) for name in sorted(tables)] == rows(target_db, COUNTED)
-    for name, table in tables.items():
-        assert rows(target_db, f"SELECT count(*) FROM ONLY depot.{name}") == [(table["rows"],)]
-        assert table["schema"] == "depot"
-        assert table["bytes"] > 0
-        assert table["copy_seconds"] > 0
-        assert table["index_seconds"] > 0
-        assert table["vacuum_seconds"] > 0
-    assert tables["things"]["parts"] > 1
-    assert tables["places"]["parts"] == 1
-    assert {name for name in tables if tables[name]["format"] == "text"} == {"things"}
-    assert written["rows"] == sum(table["rows"] for table in tables.values())
-    assert (written["large_objects"], written["sequences"], written["foreign_keys"]) == (2, 2, 1)
-    steps = [step["name"] for step in written["steps"]]
-    assert len(steps) == len(set(steps))
-    assert {"dump the schema", "restore the schema", "copy", "foreign keys"} <= set(steps)
-    spent = sum(step["seconds"] for step in written["steps"])
-    assert 0 < spent <= written["seconds"]
-
-
-def test_dry_run_shows_the_plan_of_the_run_and_changes_nothing(
-    source_db: str, target_db: str, cloner: Cloner, tmp_path: Path
-) -> None:
-    execute(source_db, DEPOT)
-    everything = "SELECT count(*) FROM pg_class UNION ALL SELECT count(*) FROM pg_namespace"
-    before = [rows(uri, everything) for uri in (source_db, target_db)]
-    split = SplitSettings(larger_than_bytes=100_000)
-    settings = CloneSettings(
-        Dsn.parse(source_db), Dsn.parse(target_db), tmp_path / "dry", split=split
-    )
-    planned = dry_run(settings).plan
-    assert not (tmp_path / "dry").exists()
-    assert [rows(uri, everything) for uri in (source_db, target_db)] == before
-
-    done = cloner(source_db, target_db, split=split).plan
-    assert planned.parts == done.parts
-    assert planned.indexes == done.indexes

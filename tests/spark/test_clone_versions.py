@@ -16,17 +16,18 @@ from tests.fixtures import create_museum_roles, load_museum
 from tests.fixtures.sql import execute, rows
 from tests.fixtures.wait import wait_for
 
-from millrace.clone.compare_run import CompareSettings, compare_data
 from millrace.clone.progress import Reporter
 from millrace.clone.run import CloneResult, clone
-from millrace.clone.schema import SchemaSettings
+from millrace.clone.schema.entries import SchemaSettings
 from millrace.clone.settings import CloneSettings
-from millrace.clone.split import SplitSettings
+from millrace.compare.run import CompareSettings, compare_data
 from millrace.config.dsn import Dsn
 from millrace.demo.shop import create_shop
 from millrace.errors import ServerError
-from millrace.postgres.embedded import Cluster, open_cluster
+from millrace.postgres.program.embedded import Cluster, open_cluster
+from millrace.route import Route
 from millrace.spark.session import Engine
+from millrace.split.plan import SplitSettings
 
 PASSWORD = "tr1cky: \\ pass'word"
 
@@ -38,9 +39,11 @@ def cloner(engine: Engine, reporter: Reporter, tmp_path: Path) -> Cloner:
     """Clones one database into another; all rows are compared."""
 
     def run(source: str, target: str, **options: Any) -> CloneResult:
-        settings = CloneSettings(Dsn.parse(source), Dsn.parse(target), tmp_path / "work", **options)
+        settings = CloneSettings(
+            Route(Dsn.parse(source), Dsn.parse(target), tmp_path / "work"), **options
+        )
         result = clone(settings, engine, reporter)
-        compared = compare_data(CompareSettings(settings.source, settings.target), engine)
+        compared = compare_data(CompareSettings(Route(settings.source, settings.target)), engine)
         assert [one.label for one in compared if not one.is_equal] == []
         return result
 
@@ -229,9 +232,7 @@ def test_skipped_extension_leaves_its_rows_behind(
 ) -> None:
     source, target = extension_dbs
     settings = CloneSettings(
-        Dsn.parse(source),
-        Dsn.parse(target),
-        tmp_path / "work",
+        Route(Dsn.parse(source), Dsn.parse(target), tmp_path / "work"),
         schema=SchemaSettings(skip_extensions=True),
     )
     clone(settings, engine, reporter)

@@ -1,6 +1,7 @@
 """Several machines, as far as one can be several: a master, two workers, executors of their own.
 
-The program runs as a process, because one process can have one Spark application only.
+The program runs as a process, because one process can have one Spark application only; it takes
+seconds of three JVMs to start, so all tests share it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -18,19 +21,20 @@ import pytest
 from tests.fixtures import create_museum_roles, load_museum
 from tests.fixtures.followed import open_followed, writing
 from tests.fixtures.spark_folder import application_folder, remove_application_folder
+from tests.fixtures.wait import DEADLINE_SECONDS, wait_for
 
-from millrace.clone.compare_run import CompareSettings, compare_data
 from millrace.clone.progress import Reporter
 from millrace.clone.run import clone
 from millrace.clone.settings import CloneSettings
-from millrace.clone.split import SplitSettings
+from millrace.compare.run import CompareSettings, compare_data
 from millrace.config.dsn import Dsn
 from millrace.lsn import render_lsn
-from millrace.postgres.embedded import Cluster
+from millrace.postgres.program.embedded import Cluster
+from millrace.route import Route
 from millrace.spark.session import Engine
-from millrace.stream.settings import SpoolKind
+from millrace.split.plan import SplitSettings
+from millrace.spool.kind import SpoolKind
 
-DEADLINE_SECONDS = 180
 SPLIT_BYTES = 1024 * 1024
 
 
@@ -43,16 +47,65 @@ def dumped(uri: str, tools: Cluster) -> str:
     return re.sub(r"(?m)^(\\(un)?restrict|-- Dumped (from|by)) .*$", "", output)
 
 
-def executors_at_work(process: psutil.Process) -> dict[int, Path]:
-    """The executors, each a JVM, that have a Python worker, and their application's folder."""
-    found = {}
-    for child in process.children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if "CoarseGrainedExecutorBackend" in " ".join(child.cmdline()) and child.children():
-                folder = application_folder(child)
-                if folder is not None:
-                    found[child.pid] = folder
-    return found
+class ClusterProgram:
+    """`millrace` on a cluster of two executors, which all commands share."""
+
+    def __init__(self, folder: Path) -> None:
+        self.process = psutil.Popen(
+            [sys.executable, "-m", "tests.fixtures.cluster_program"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.out, self.err = folder / "out", folder / "err"
+        # The executors, each a JVM, that had a Python worker, and their application's folder.
+        self.executors: dict[int, Path] = {}
+
+    def run(self, *arguments: str) -> str:
+        """What the command printed; it must end well."""
+        options = (*arguments, "--master", "local-cluster[2,2,1024]")
+        options += ("--conf", "spark.executor.memory=512m")
+        self.process.stdin.write(json.dumps([str(self.out), str(self.err), options]) + "\n")
+        self.process.stdin.flush()
+        with ThreadPoolExecutor(1) as threads:
+            code = threads.submit(self.process.stdout.readline)
+            try:
+                wait_for(lambda: self._look() or code.done(), "it ends", 2 * DEADLINE_SECONDS)
+            except BaseException:
+                self.process.kill()  # or the thread would read for ever
+                raise
+        assert code.result().strip() == "0", self.err.read_text()
+        return self.out.read_text()
+
+    def close(self) -> None:
+        """As it should; whatever is left is killed."""
+        family = self.process.children(recursive=True) if self.process.is_running() else []
+        self.process.stdin.close()
+        _, alive = psutil.wait_procs([self.process, *family], timeout=DEADLINE_SECONDS)
+        for one in alive:
+            one.kill()
+        self.process.wait()
+        self.process.stdout.close()
+        # Spark keeps an application's folder below its own installation.
+        for folder in set(self.executors.values()):
+            remove_application_folder(folder)
+
+    def _look(self) -> None:
+        """Note the executors at work; now and then, because it takes time."""
+        time.sleep(0.2)
+        for child in self.process.children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if "CoarseGrainedExecutorBackend" in " ".join(child.cmdline()) and child.children():
+                    folder = application_folder(child)
+                    if folder is not None:
+                        self.executors[child.pid] = folder
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClusterProgram]:
+    program = ClusterProgram(tmp_path_factory.mktemp("cluster"))
+    yield program
+    program.close()
 
 
 @pytest.mark.slow
@@ -60,47 +113,23 @@ def test_museum_cloned_by_two_executors_is_the_same_as_cloned_by_threads(
     source_db: str,
     target_db: str,
     target_cluster: Cluster,
+    cluster: ClusterProgram,
     engine: Engine,
     reporter: Reporter,
     tmp_path: Path,
 ) -> None:
     load_museum(source_db)
     create_museum_roles(target_db)
-    with (tmp_path / "out").open("wb") as out, (tmp_path / "err").open("wb") as err:
-        process = psutil.Popen(
-            [
-                sys.executable, "-m", "millrace", "clone", "--json",
-                "--source", source_db, "--target", target_db, "--dir", tmp_path / "work",
-                "--master", "local-cluster[2,2,1024]", "--conf", "spark.executor.memory=512m",
-                "--split-tables-larger-than", str(SPLIT_BYTES),
-            ],
-            stdout=out,
-            stderr=err,
-        )  # fmt: skip
-    seen: dict[int, Path] = {}
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    try:
-        while process.poll() is None and time.monotonic() < deadline:
-            seen |= executors_at_work(process)
-            time.sleep(0.3)
-        assert process.poll() == 0, (tmp_path / "err").read_text()
-    finally:
-        for one in [*process.children(recursive=True), process] if process.is_running() else []:
-            one.kill()
-        process.wait()
-        # Spark keeps an application's folder below its own installation.
-        for folder in set(seen.values()):
-            remove_application_folder(folder)
-    assert len(seen) == 2
-    by_cluster = json.loads((tmp_path / "out").read_text())
+    sides = ("--source", source_db, "--target", target_db, "--dir", str(tmp_path / "work"))
+    split = ("--split-tables-larger-than", str(SPLIT_BYTES))
+    by_cluster = json.loads(cluster.run("clone", "--json", *sides, *split))
+    assert len(cluster.executors) == 2
     schema = dumped(target_db, target_cluster)
     assert_equal_data(source_db, target_db, engine)
 
     # The same again, over it: whatever the first one made must give way.
     settings = CloneSettings(
-        Dsn.parse(source_db),
-        Dsn.parse(target_db),
-        tmp_path / "threads",
+        Route(Dsn.parse(source_db), Dsn.parse(target_db), tmp_path / "threads"),
         split=SplitSettings(larger_than_bytes=SPLIT_BYTES),
         drop_if_exists=True,
     )
@@ -115,32 +144,22 @@ def test_museum_cloned_by_two_executors_is_the_same_as_cloned_by_threads(
 
 
 def assert_equal_data(source: str, target: str, engine: Engine) -> None:
-    compared = compare_data(CompareSettings(Dsn.parse(source), Dsn.parse(target)), engine)
+    compared = compare_data(CompareSettings(Route(Dsn.parse(source), Dsn.parse(target))), engine)
     assert [one.label for one in compared if not one.is_equal] == []
     assert len(compared) > 100
 
 
 @pytest.mark.slow
 def test_changes_are_applied_by_executors_from_a_spool_on_the_target(
-    source_db: str, target_db: str, engine: Engine, tmp_path: Path
+    source_db: str, target_db: str, cluster: ClusterProgram, engine: Engine, tmp_path: Path
 ) -> None:
     directory = tmp_path / "work"
     opened = open_followed(source_db, target_db, directory, engine, spool=SpoolKind.TABLE)
     with opened as followed:
         with writing(source_db, seed=6) as written:
-            while written() < 100:
-                time.sleep(0.05)
-        done = subprocess.run(
-            [
-                sys.executable, "-m", "millrace", "follow", "--quiet",
-                "--source", source_db, "--target", target_db, "--dir", directory,
-                "--endpos", render_lsn(followed.end()), "--apply-jobs", "2",
-                "--master", "local-cluster[2,2,1024]", "--conf", "spark.executor.memory=512m",
-            ],
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE_SECONDS,
-            check=False,
+            wait_for(lambda: written() > 100)
+        cluster.run(
+            "follow", "--quiet", "--source", source_db, "--target", target_db,
+            "--dir", str(directory), "--endpos", render_lsn(followed.end()), "--apply-jobs", "1",
         )  # fmt: skip
-        assert done.returncode == 0, done.stderr
         followed.assert_equal()

@@ -5,28 +5,36 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import psycopg
 import pytest
 from tests.fixtures import create_museum_roles, load_museum
+from tests.fixtures.program import MILLRACE
 
-from millrace.clone import compare, compare_run
-from millrace.clone.compare import Compared, CompareTask, RowDifference, compare_parts, plan_compare
-from millrace.clone.compare_rows import RowsTask, compare_rows
-from millrace.clone.compare_run import CompareSettings, compare_data, compare_schema
 from millrace.clone.run import clone
 from millrace.clone.settings import CloneSettings
+from millrace.compare import run as compare_run
+from millrace.compare import task as compare
+from millrace.compare.rows import RowsTask, compare_rows
+from millrace.compare.run import CompareSettings, compare_data, compare_schema
+from millrace.compare.task import (
+    CompareTask,
+    RowDifference,
+    TableComparison,
+    compare_parts,
+    plan_compare,
+)
 from millrace.config.dsn import Dsn
-from millrace.errors import ConfigError, ServerError
-from millrace.postgres import catalog
-from millrace.postgres.compared import read_compared_relations
-from millrace.postgres.connect import connect
-from millrace.postgres.embedded import Cluster
+from millrace.errors import ConfigError, InvariantError, ServerError
+from millrace.postgres.catalog import relations as catalog
+from millrace.postgres.catalog.compared import read_compared_relations
+from millrace.postgres.program.embedded import Cluster
+from millrace.postgres.wire.connect import connect
+from millrace.route import Route
 from millrace.snapshot.export import open_snapshot
-from millrace.spark.session import Engine
+from millrace.spark.session import TASK_ATTEMPTS, Engine
 
 
 def run(uri: str, *statements: str) -> None:
@@ -36,10 +44,10 @@ def run(uri: str, *statements: str) -> None:
 
 
 def settings_for(source: str, target: str) -> CompareSettings:
-    return CompareSettings(Dsn.parse(source), Dsn.parse(target), rows=True)
+    return CompareSettings(Route(Dsn.parse(source), Dsn.parse(target)), rows=True)
 
 
-def compared(source: str, target: str, engine: Engine) -> dict[str, Compared]:
+def compared(source: str, target: str, engine: Engine) -> dict[str, TableComparison]:
     return {one.label: one for one in compare_data(settings_for(source, target), engine)}
 
 
@@ -54,9 +62,9 @@ def test_cloned_museum_has_no_difference_in_schema_and_data(
     load_museum(source_db)
     create_museum_roles(target_db)
     source, target = Dsn.parse(source_db), Dsn.parse(target_db)
-    clone(CloneSettings(source, target, tmp_path / "work"), engine, reporter)  # type: ignore[arg-type]
+    clone(CloneSettings(Route(source, target, tmp_path / "work")), engine, reporter)  # type: ignore[arg-type]
 
-    schema = compare_schema(source, target)
+    schema = compare_schema(Route(source, target))
     assert (schema.differences, schema.notes) == ((), ())
     assert sum(schema.objects.values()) > 2500
     data = compared(source_db, target_db, engine)
@@ -301,7 +309,7 @@ def test_the_source_is_read_under_the_snapshot(
 
 def millrace(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "millrace", *arguments],
+        [*MILLRACE, *arguments],
         capture_output=True,
         text=True,
         env={**os.environ, "MILLRACE_CONFIG": os.devnull},
@@ -339,3 +347,29 @@ def test_an_error_of_a_task_is_told_as_it_is_and_not_tried_again(engine: Engine)
     with pytest.raises(ServerError, match=r"^gone at attempt 0$") as caught:
         engine.call(_refuse, "gone", "refuse")
     assert (caught.value.hint, caught.value.facts["sqlstate"]) == ("look there", "58000")
+
+
+def _stumble(argument: str, attempt: int) -> str:
+    return {"known": ""}[f"{argument} {attempt}"]
+
+
+def _find_no_file(path: str, attempt: int) -> str:
+    if attempt < TASK_ATTEMPTS - 1:
+        Path(f"{path}.{attempt}").touch()
+    return Path(path, "none").read_text()
+
+
+def test_a_bug_in_a_task_is_told_as_one_and_not_as_a_crash_of_spark(engine: Engine) -> None:
+    with pytest.raises(InvariantError, match=r"^stumble: unexpected KeyError at ") as caught:
+        engine.call(_stumble, "a row of somebody's", "stumble")
+    assert "somebody" not in str(caught.value)
+    assert "spark.log" in caught.value.hint
+
+
+def test_what_the_machine_refuses_a_task_is_tried_again_and_then_told(
+    engine: Engine, tmp_path: Path
+) -> None:
+    place = tmp_path / "gone"
+    with pytest.raises(ServerError, match=r"^read: No such file or directory: .*gone/none$"):
+        engine.call(_find_no_file, str(place), "read")
+    assert len(list(tmp_path.iterdir())) == TASK_ATTEMPTS - 1

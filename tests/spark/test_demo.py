@@ -1,4 +1,4 @@
-"""The demo, interrupted: it ends, and takes its servers along."""
+"""The demo: whole, it proves both sides equal; interrupted, it ends and takes its servers along."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from tempfile import TemporaryDirectory
 
 import psutil
 import pytest
+from tests.fixtures.program import MILLRACE
+from tests.fixtures.wait import DEADLINE_SECONDS
 
-from millrace.postgres.embedded import FOLDER_VARIABLE
-
-END_SECONDS = 60
+from millrace.postgres.program.embedded import FOLDER_VARIABLE
 
 
 @pytest.fixture
@@ -26,9 +26,23 @@ def folder() -> Iterator[Path]:
         yield Path(made)
 
 
+def test_demo_ends_with_both_sides_equal(folder: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "millrace", "demo", "--megabytes", "5", "--quiet"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "MILLRACE_CONFIG": os.devnull, FOLDER_VARIABLE: str(folder)},
+        timeout=DEADLINE_SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "equal at " in done.stdout
+    assert list(folder.iterdir()) == []
+
+
 def test_interrupted_demo_ends_and_leaves_no_process(folder: Path) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-m", "millrace", "demo", "--megabytes", "5", "--quiet"],
+        [*MILLRACE, "demo", "--megabytes", "5", "--quiet"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -43,10 +57,10 @@ def test_interrupted_demo_ends_and_leaves_no_process(folder: Path) -> None:
         made = psutil.Process(process.pid).children(recursive=True) + _servers(folder)
         assert len(_servers(folder)) == 2
         os.killpg(process.pid, signal.SIGINT)
-        _, errors = process.communicate(timeout=END_SECONDS)
+        _, errors = process.communicate(timeout=DEADLINE_SECONDS)
         assert process.returncode == 130, errors
         assert errors.endswith("millrace: stopped\n")
-        _, alive = psutil.wait_procs(made, timeout=END_SECONDS)
+        _, alive = psutil.wait_procs(made, timeout=DEADLINE_SECONDS)
         assert alive == []
         assert list(folder.iterdir()) == []
     finally:

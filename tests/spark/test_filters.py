@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.fixtures.program import MILLRACE
+from tests.fixtures.rerouted import rerouted
 from tests.fixtures.sql import execute, rows
 
-from millrace.clone.compare import RowDifference
-from millrace.clone.compare_run import CompareSettings, compare_data, compare_schema
-from millrace.clone.filter import FilterRules, parse_filters
 from millrace.clone.progress import Reporter
 from millrace.clone.run import clone
 from millrace.clone.settings import CloneSettings
+from millrace.compare.run import CompareSettings, compare_data, compare_schema
+from millrace.compare.task import RowDifference
 from millrace.config.dsn import Dsn
 from millrace.errors import ConfigError, WorkDirError
+from millrace.filter.rules import FilterRules, parse_filters
+from millrace.route import Route
 from millrace.spark.session import Engine
 
 SCHEMA = """
@@ -110,14 +111,16 @@ RULES = parse_filters(FILTERS, name="f.ini")
 
 
 def differing_schema(source: str, target: str, rules: FilterRules) -> set[str]:
-    found = compare_schema(Dsn.parse(source), Dsn.parse(target), filters=rules)
+    found = compare_schema(Route(Dsn.parse(source), Dsn.parse(target), filters=rules))
     return {f"{one.kind} {one.name} {one.property}".strip() for one in found.differences}
 
 
 def differing_data(
     source: str, target: str, engine: Engine, rules: FilterRules
 ) -> dict[str, tuple[RowDifference, ...]]:
-    settings = CompareSettings(Dsn.parse(source), Dsn.parse(target), rows=True, filters=rules)
+    settings = CompareSettings(
+        Route(Dsn.parse(source), Dsn.parse(target), filters=rules), rows=True
+    )
     return {one.label: one.rows for one in compare_data(settings, engine) if not one.is_equal}
 
 
@@ -125,7 +128,7 @@ def differing_data(
 def settings(source_db: str, target_db: str, tmp_path: Path) -> CloneSettings:
     execute(source_db, SCHEMA)
     return CloneSettings(
-        Dsn.parse(source_db), Dsn.parse(target_db), tmp_path / "work", filters=RULES
+        Route(Dsn.parse(source_db), Dsn.parse(target_db), tmp_path / "work", filters=RULES)
     )
 
 
@@ -194,7 +197,7 @@ def test_what_filters_do_not_name_is_still_compared(
         "app.own": (),
     }
     chosen = CompareSettings(
-        Dsn.parse(source_db), Dsn.parse(target_db), tables=("app.past",), filters=RULES
+        Route(Dsn.parse(source_db), Dsn.parse(target_db), filters=RULES), tables=("app.past",)
     )
     with pytest.raises(ConfigError, match=r"no table app\.past .*--filters leaves it out"):
         compare_data(chosen, engine)
@@ -202,7 +205,7 @@ def test_what_filters_do_not_name_is_still_compared(
 
 def millrace(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "millrace", *arguments],
+        [*MILLRACE, *arguments],
         capture_output=True,
         text=True,
         env={**os.environ, "MILLRACE_CONFIG": os.devnull},
@@ -271,7 +274,7 @@ def test_drop_if_exists_spares_what_the_filters_leave_out(
         "INSERT INTO spared VALUES (1, 1)",
         "CREATE SCHEMA log CREATE TABLE event (id int PRIMARY KEY)",
     )
-    whole = CloneSettings(Dsn.parse(source_db), Dsn.parse(target_db), tmp_path / "first")
+    whole = CloneSettings(Route(Dsn.parse(source_db), Dsn.parse(target_db), tmp_path / "first"))
     clone(whole, engine, reporter)
     execute(
         target_db,
@@ -280,7 +283,7 @@ def test_drop_if_exists_spares_what_the_filters_leave_out(
         "DELETE FROM kept WHERE id = 2",
     )
     rules = parse_filters("[exclude-table]\npublic.spared\n[exclude-schema]\nlog\n", name="f.ini")
-    again = replace(whole, directory=tmp_path / "second", filters=rules, drop_if_exists=True)
+    again = rerouted(whole, directory=tmp_path / "second", filters=rules, drop_if_exists=True)
     clone(again, engine, reporter)
     assert rows(target_db, "SELECT id FROM kept ORDER BY 1") == [(1,), (2,)]
     assert rows(target_db, "SELECT id FROM spared ORDER BY 1") == [(1,), (2,)]
@@ -296,4 +299,4 @@ def test_changed_filters_are_refused_by_a_run_that_goes_on(
     monkeypatch.delenv("MILLRACE_FAILPOINTS")
     other = parse_filters("[exclude-table]\napp.past\n", name="g.ini")
     with pytest.raises(WorkDirError, match="--filters"):
-        clone(replace(settings, filters=other, resume=True), engine, reporter)
+        clone(rerouted(settings, filters=other, resume=True), engine, reporter)

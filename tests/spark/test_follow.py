@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import urllib.request
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -15,26 +14,24 @@ from pathlib import Path
 import psycopg
 import pytest
 from tests.fixtures.followed import ACCOUNTS, Followed, lsn_of, open_followed, writing
-from tests.fixtures.wait import wait_for
+from tests.fixtures.wait import DEADLINE_SECONDS, wait_for
 
-from millrace.clone.compare_run import CompareSettings
-from millrace.clone.filter import FilterRules
+from millrace.apply.conflict import ApplyCounts
+from millrace.apply.position import drop_position, setup_position
+from millrace.apply.task import ApplyOutcome
+from millrace.compare.run import CompareSettings
 from millrace.config.dsn import Dsn
 from millrace.errors import ApplyError, ServerError, WorkDirError
+from millrace.follow import clone_follow, feed
+from millrace.follow.cutover import cutover
+from millrace.follow.settings import SlotSettings
+from millrace.follow.setup import open_slot_snapshot
 from millrace.lsn import render_lsn
+from millrace.route import Route
 from millrace.snapshot.holder import hold
 from millrace.spark.session import Engine
-from millrace.stream import clone_follow
-from millrace.stream.apply_task import ApplyOutcome
-from millrace.stream.begin import open_slot_snapshot
-from millrace.stream.cutover import cutover
-from millrace.stream.metrics import serve_metrics
-from millrace.stream.position import drop_position, setup_position
-from millrace.stream.progress import Applied
-from millrace.stream.sentinel import Sentinel
-from millrace.stream.settings import SlotSettings, SpoolKind
-
-DEADLINE_SECONDS = 60.0
+from millrace.spool.kind import SpoolKind
+from millrace.workdir.sentinel import Sentinel
 
 
 @pytest.fixture
@@ -129,10 +126,10 @@ def test_killed_receiver_is_started_again(followed: Followed) -> None:
         running = followed.start()
         for _ in range(2):
             before = written()
-            wait_for(lambda before=before: written() > before + 50 and receivers() != [])
-            for pid in receivers():
+            killed = wait_for(lambda before=before: written() > before + 50 and receivers())
+            for pid in killed:
                 os.kill(pid, signal.SIGKILL)
-            wait_for(lambda: receivers() == [])
+            wait_for(lambda killed=killed: not set(killed) & set(receivers()))
     followed.set_endpos(followed.end())
     running.join(DEADLINE_SECONDS)
     assert followed.result.reached_endpos
@@ -165,7 +162,7 @@ def test_apply_can_be_switched_off_and_on(followed: Followed) -> None:
             row = connection.execute("SELECT count(*) FROM seat WHERE id = 50").fetchone()
         assert row == (0,)
         # Nothing was ever applied, and yet it is known how long that waits.
-        wait_for(lambda: followed.reporter.last.lag_seconds > 0)
+        wait_for(lambda: (followed.reporter.last.lag_seconds or 0) > 0)
         assert running.is_alive()
         sentinel.set_apply(True)
     running.join(DEADLINE_SECONDS)
@@ -202,7 +199,7 @@ def test_cutover_switches_on_what_is_off_and_fills_views(followed: Followed) -> 
     with Sentinel(followed.directory) as sentinel:
         sentinel.set_apply(False)
         sentinel.set_prefetch(False)
-    compare = CompareSettings(Dsn.parse(followed.source), Dsn.parse(followed.target))
+    compare = CompareSettings(Route(Dsn.parse(followed.source), Dsn.parse(followed.target)))
     result = cutover(followed.settings(), compare, followed.engine, followed.reporter)
     assert (result.is_equal, result.views) == (True, 2)
     with psycopg.connect(followed.target) as connection:
@@ -222,8 +219,8 @@ def test_a_receiver_that_fails_during_a_clone_is_told_of(
             if error is not None:
                 raise error
 
-    monkeypatch.setattr(clone_follow, "WATCH_SECONDS", 0.01)
-    with clone_follow._watched(Failing()):  # type: ignore[arg-type]
+    monkeypatch.setattr(feed, "WATCH_SECONDS", 0.01)
+    with feed.watched(Failing()):  # type: ignore[arg-type]
         wait_for(lambda: "the slot is gone (make a new clone)" in caplog.text)
 
 
@@ -241,28 +238,15 @@ def test_plain_snapshot_is_refused(source_db: str, target_db: str, tmp_path: Pat
     with (
         hold(tmp_path, source),
         pytest.raises(WorkDirError, match="no replication slot"),
-        open_slot_snapshot(tmp_path, source, target, SlotSettings(), FilterRules()),
+        open_slot_snapshot(Route(source, target, tmp_path), SlotSettings()),
     ):
         pass
-
-
-def test_metrics_are_served() -> None:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with serve_metrics(port) as metrics:
-        metrics.progress.transactions = 7
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
-            text = answer.read().decode()
-    assert "\nmillrace_transactions_total 7\n" in text
 
 
 def test_another_number_of_workers_is_refused(followed: Followed) -> None:
     lsn_of(followed.source, 'INSERT INTO "Loose one" VALUES (1, NULL, NULL)')
     followed.follow()
-    with pytest.raises(WorkDirError, match="begun with --apply-jobs 1, not 2"):
+    with pytest.raises(WorkDirError, match="started with --apply-jobs 1, not 2"):
         followed.follow(apply_jobs=2)
     followed.assert_equal()
 
@@ -316,7 +300,7 @@ def test_workers_that_do_not_see_the_spool_are_told_of(
     followed: Followed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lsn_of(followed.source, "INSERT INTO seat VALUES (60, 60)")
-    blind = partial(ApplyOutcome, 0, None, 0, 0, Applied())
-    monkeypatch.setattr("millrace.stream.catchup.apply_spool", lambda task, attempt: blind())
+    blind = partial(ApplyOutcome, 0, None, 0, 0, ApplyCounts())
+    monkeypatch.setattr("millrace.apply.driver.apply_spool", lambda task, attempt: blind())
     with pytest.raises(WorkDirError, match="find nothing in the spool"):
         followed.follow()

@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psycopg
 import pytest
 from tests.fixtures.followed import SCHEMA, writing
+from tests.fixtures.program import MILLRACE
+from tests.fixtures.wait import DEADLINE_SECONDS
 
-DEADLINE_SECONDS = 120
 FILTERS = """
 [exclude-table]
 public.left_out
@@ -41,24 +41,17 @@ DELETE FROM parted WHERE id % 9 = 5;
 """
 
 
+CLUSTERS = {"16": "source_cluster", "18": "target_cluster", "system": "system_cluster"}
+
+
 @pytest.fixture(params=["system to 18", "18 to system", "18 to 16"])
 def ends(request: pytest.FixtureRequest) -> Iterator[tuple[str, str]]:
-    found = [_database(request, name, role) for name, role in _roles(request.param)]
-    yield found[0][0], found[1][0]
-    for _, drop in found:
-        drop()
-
-
-def _roles(words: str) -> Iterator[tuple[str, str]]:
-    return zip(words.split(" to "), ("followed_from", "followed_to"), strict=True)
-
-
-def _database(
-    request: pytest.FixtureRequest, server: str, role: str
-) -> tuple[str, Callable[[], None]]:
-    fixture = {"16": "source_cluster", "18": "target_cluster", "system": "system_cluster"}[server]
-    cluster = request.getfixturevalue(fixture)
-    return cluster.create_database(role), lambda: cluster.drop_database(role)
+    # Both servers first: where one is missing, nothing is made on the other.
+    names = request.param.split(" to ")
+    source, target = (request.getfixturevalue(CLUSTERS[name]) for name in names)
+    yield source.create_database("followed_from"), target.create_database("followed_to")
+    source.drop_database("followed_from")
+    target.drop_database("followed_to")
 
 
 def test_a_filtered_database_is_moved_under_writers(ends: tuple[str, str], tmp_path: Path) -> None:
@@ -71,7 +64,7 @@ def test_a_filtered_database_is_moved_under_writers(ends: tuple[str, str], tmp_p
     sides = [
         "--source", source, "--target", target, "--dir", str(tmp_path / "work"),
     ]  # fmt: skip
-    command = [sys.executable, "-m", "millrace"]
+    command = [*MILLRACE]
     slot = ["--slot-name", f"versions_{time.time_ns()}"]
     with (tmp_path / "log").open("wb") as log:
         moving = subprocess.Popen(
@@ -112,7 +105,7 @@ def test_a_stream_that_begins_anew_ends_where_it_was_told(
     source_db: str, target_db: str, tmp_path: Path
 ) -> None:
     command = [
-        sys.executable, "-m", "millrace", "clone", "--follow", "--source", source_db, "--target",
+        *MILLRACE, "clone", "--follow", "--source", source_db, "--target",
         target_db, "--dir", str(tmp_path / "work"), "--slot-name", f"anew_{time.time_ns()}",
     ]  # fmt: skip
     with psycopg.connect(source_db, autocommit=True) as connection:
@@ -136,9 +129,9 @@ def test_a_stream_that_begins_anew_ends_where_it_was_told(
         publications += " pg_publication_tables USING (pubname)"
         assert connection.execute(publications).fetchall() == [("theirs", "t")]
     sides = ["--source", source_db, "--target", target_db]
-    compared = _run([*command[:3], "compare", "schema", *sides])
+    compared = _run([*MILLRACE, "compare", "schema", *sides])
     assert compared.returncode == 0, compared.stdout + compared.stderr
-    cleaned = _run([*command[:3], "stream", "cleanup", *command[5:]])
+    cleaned = _run([*MILLRACE, "stream", "cleanup", *command[5:]])
     assert cleaned.returncode == 0, cleaned.stderr
 
 
@@ -149,7 +142,7 @@ def test_half_a_copy_is_not_followed(source_db: str, target_db: str, tmp_path: P
     sides = [
         "--source", source_db, "--target", target_db, "--dir", str(tmp_path / "work"),
     ]  # fmt: skip
-    command = [sys.executable, "-m", "millrace"]
+    command = [*MILLRACE]
     slot = ["--slot-name", f"half_{time.time_ns()}"]
     killed = subprocess.run(
         [*command, "clone", "--follow", *sides, *slot],

@@ -10,7 +10,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,18 +18,20 @@ from typing import Any
 
 import psycopg
 import pytest
+from tests.fixtures.program import MILLRACE
+from tests.fixtures.wait import DEADLINE_SECONDS
 
 from millrace.clone.progress import Reporter
 from millrace.clone.run import clone
 from millrace.clone.settings import CloneSettings
-from millrace.clone.standing import read_standing
+from millrace.clone.status import read_standing
 from millrace.config.dsn import Dsn
 from millrace.errors import WorkDirError
+from millrace.route import Route
 from millrace.spark.session import Engine
 
 pytestmark = pytest.mark.slow
 
-DEADLINE_SECONDS = 120
 
 # Each row asks for a lock that nobody holds on the source.
 SCHEMA = """
@@ -55,11 +56,11 @@ ANALYZE;
 def millrace(*arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("MILLRACE_")}
     return subprocess.run(
-        [sys.executable, "-m", "millrace", *arguments],
+        [*MILLRACE, *arguments],
         capture_output=True,
         text=True,
         env={**environment, "MILLRACE_CONFIG": os.devnull},
-        timeout=60,
+        timeout=DEADLINE_SECONDS,
     )
 
 
@@ -103,7 +104,7 @@ def held(target: str, number: int) -> Iterator[None]:
 @contextmanager
 def cloning(source: str, target: str, directory: Path) -> Iterator[subprocess.Popen[str]]:
     """A clone in another process, which stops itself as soon as it has its plan."""
-    command = [sys.executable, "-m", "millrace", "clone", "--source", source, "--target", target]
+    command = [*MILLRACE, "clone", "--source", source, "--target", target]
     command += ["--dir", str(directory), "--split-tables-larger-than", "1 MB", "--table-jobs", "2"]
     failpoints = {"MILLRACE_FAILPOINTS": "run.planned=stop", "MILLRACE_CONFIG": os.devnull}
     process = subprocess.Popen(
@@ -211,7 +212,7 @@ def test_another_target_is_refused(
     with psycopg.connect(source_db, autocommit=True) as connection:
         connection.execute("CREATE TABLE a (id int PRIMARY KEY)")
     source, target = Dsn.parse(source_db), Dsn.parse(target_db)
-    clone(CloneSettings(source, target, tmp_path), engine, reporter)
+    clone(CloneSettings(Route(source, target, tmp_path)), engine, reporter)
     assert read_standing(tmp_path, target).status == "finished"
     with pytest.raises(WorkDirError, match="the run copies to"):
         read_standing(tmp_path, source)

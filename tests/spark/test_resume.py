@@ -4,35 +4,36 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
 import psycopg
 import pytest
+from tests.fixtures.program import MILLRACE
 from tests.fixtures.sql import execute, rows
 
 from millrace.clone import step
-from millrace.clone.compare_run import CompareSettings, compare_data
 from millrace.clone.progress import Progress, Reporter
 from millrace.clone.run import clone
 from millrace.clone.settings import CloneSettings
-from millrace.clone.split import SplitSettings
 from millrace.clone.step import ALL, Step
+from millrace.compare.run import CompareSettings, compare_data
 from millrace.config.dsn import Dsn
 from millrace.demo.shop import create_shop
 from millrace.errors import PreflightError, ServerError, SnapshotLost, WorkDirError
-from millrace.postgres.embedded import Cluster
+from millrace.postgres.program.embedded import Cluster
+from millrace.route import Route
 from millrace.snapshot.export import open_snapshot
 from millrace.snapshot.holder import hold, read_held
 from millrace.spark.session import Engine
+from millrace.split.plan import SplitSettings
 
 
 def run_cli(
     source: str, target: str, directory: Path, *options: str, failpoints: str = ""
 ) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "millrace", "clone", "--source", source, "--target", target]
+    command = [*MILLRACE, "clone", "--source", source, "--target", target]
     command += ["--dir", str(directory), "--split-tables-larger-than", "500 kB", *options]
     return subprocess.run(
         command,
@@ -60,7 +61,7 @@ def test_killed_run_goes_on_under_the_same_snapshot(
             connection.execute("DELETE FROM shop.payments")
         second = run_cli(source_db, target_db, tmp_path / "work", "--resume")
         assert second.returncode == 0, second.stderr
-        settings = CompareSettings(Dsn.parse(source_db), Dsn.parse(target_db), 4, held.id)
+        settings = CompareSettings(Route(Dsn.parse(source_db), Dsn.parse(target_db)), 4, held.id)
         compared = compare_data(settings, engine)
         assert [one.label for one in compared if not one.is_equal] == []
         check()
@@ -82,7 +83,7 @@ def stopped(
 ) -> CloneSettings:
     """A run that failed after it was planned, and whose snapshot is gone."""
     create_shop(source_db, megabytes=5)
-    settings = CloneSettings(Dsn.parse(source_db), Dsn.parse(target_db), tmp_path / "work")
+    settings = CloneSettings(Route(Dsn.parse(source_db), Dsn.parse(target_db), tmp_path / "work"))
     monkeypatch.setenv("MILLRACE_FAILPOINTS", "pre-data.done=error")
     with pytest.raises(Exception, match="failpoint"):
         clone(settings, engine, reporter)
@@ -118,7 +119,7 @@ def test_both_ways_without_the_snapshot_end_in_an_equal_target(
     result = clone(replace(stopped, **changes), engine, reporter)
     assert result.summary is not None
     assert ("different instants" in result.summary.consistency) == (way == "resume")
-    compared = compare_data(CompareSettings(stopped.source, stopped.target), engine)
+    compared = compare_data(CompareSettings(Route(stopped.source, stopped.target)), engine)
     assert [one.label for one in compared if not one.is_equal] == []
 
 
@@ -166,7 +167,7 @@ def test_unlogged_rows_lost_by_a_crash_after_the_copy_are_told_and_copied_again(
             connection.execute(TRIGGER.encode())
         if trigger == "always":
             connection.execute("ALTER TABLE quick ENABLE ALWAYS TRIGGER shout")
-    settings = CloneSettings(Dsn.parse(source_db), Dsn.parse(target_db), tmp_path / "work")
+    settings = CloneSettings(Route(Dsn.parse(source_db), Dsn.parse(target_db), tmp_path / "work"))
     crashing = CrashingTarget(target_cluster, "database properties")
     with hold(tmp_path / "work", settings.source):
         with pytest.raises(ServerError, match="lost 1 parts") as caught:
@@ -175,7 +176,7 @@ def test_unlogged_rows_lost_by_a_crash_after_the_copy_are_told_and_copied_again(
         assert not (tmp_path / "work" / "summary.json").exists()
         if trigger == "always":
             # The rows would come out changed.
-            with pytest.raises(ServerError, match=r"triggers fire always: .*quick"):
+            with pytest.raises(ServerError, match=r"triggers or rules fire always: .*quick"):
                 clone(replace(settings, resume=True), engine, reporter)
             with psycopg.connect(target_db) as connection:
                 connection.execute("ALTER TABLE quick DISABLE TRIGGER shout")
@@ -197,7 +198,7 @@ def test_a_target_that_crashes_at_the_very_end_is_not_called_done(
 ) -> None:
     with psycopg.connect(source_db) as connection:
         connection.execute(UNLOGGED.encode())
-    settings = CloneSettings(Dsn.parse(source_db), Dsn.parse(target_db), tmp_path / "work")
+    settings = CloneSettings(Route(Dsn.parse(source_db), Dsn.parse(target_db), tmp_path / "work"))
 
     def crash(name: str) -> None:
         if name == "run.finished":
@@ -231,12 +232,13 @@ def test_data_can_come_after_triggers_and_foreign_keys(
     with psycopg.connect(source_db) as connection:
         connection.execute(GUARDED.encode())
     settings = CloneSettings(
-        Dsn.parse(source_db), Dsn.parse(target_db), tmp_path / "work", split=SplitSettings(split)
+        Route(Dsn.parse(source_db), Dsn.parse(target_db), tmp_path / "work"),
+        split=SplitSettings(split),
     )
     with hold(tmp_path / "work", settings.source):
         clone(replace(settings, steps=step.SCHEMA), engine, reporter)
         clone(replace(settings, steps=step.DATA), engine, reporter)
-    compared = compare_data(CompareSettings(settings.source, settings.target), engine)
+    compared = compare_data(CompareSettings(Route(settings.source, settings.target)), engine)
     assert [one.label for one in compared if not one.is_equal] == []
 
 
@@ -279,7 +281,7 @@ def test_materialized_views_are_filled_when_the_last_of_rows_and_schema_is_there
     commands: list[Collection[Step]],
 ) -> None:
     execute(source_db, MATERIALIZED)
-    settings = CloneSettings(Dsn.parse(source_db), Dsn.parse(target_db), tmp_path / "work")
+    settings = CloneSettings(Route(Dsn.parse(source_db), Dsn.parse(target_db), tmp_path / "work"))
     with hold(tmp_path / "work", settings.source):
         for at, steps in enumerate(commands):
             populated = rows(
@@ -296,7 +298,7 @@ def test_rows_copied_again_into_a_finished_clone_fill_its_materialized_views(
     source_db: str, target_db: str, engine: Engine, reporter: Reporter, tmp_path: Path
 ) -> None:
     execute(source_db, MATERIALIZED)
-    settings = CloneSettings(Dsn.parse(source_db), Dsn.parse(target_db), tmp_path / "work")
+    settings = CloneSettings(Route(Dsn.parse(source_db), Dsn.parse(target_db), tmp_path / "work"))
     clone(settings, engine, reporter)
     execute(
         source_db,
@@ -318,7 +320,7 @@ def test_materialized_view_is_not_filled_from_a_table_that_a_crash_has_emptied(
     tmp_path: Path,
 ) -> None:
     execute(source_db, UNLOGGED, "CREATE MATERIALIZED VIEW seen AS SELECT id, t FROM quick")
-    settings = CloneSettings(Dsn.parse(source_db), Dsn.parse(target_db), tmp_path / "work")
+    settings = CloneSettings(Route(Dsn.parse(source_db), Dsn.parse(target_db), tmp_path / "work"))
     crashing = CrashingTarget(target_cluster, "materialized views")
     with hold(tmp_path / "work", settings.source):
         with pytest.raises(ServerError, match="lost unlogged tables"):

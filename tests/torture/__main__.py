@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
+from tests.fixtures.usual_signals import usual_signals_for_children
 from tests.torture.campaign import Campaign
 from tests.torture.figures import Figures
 from tests.torture.follow_campaign import FollowCampaign
@@ -24,6 +25,7 @@ from tests.torture.follow_stage import open_follow_stage
 from tests.torture.schedule import (
     Schedule,
     draw,
+    every_stream_failpoint,
     follow_schedules,
     long_schedules,
     read_schedule,
@@ -46,6 +48,7 @@ FIGURES = {"clone": Path("build/torture.json"), "follow": Path("build/torture-fo
 
 def main() -> int:
     options = _options()
+    usual_signals_for_children()
     directory = options.dir / f"{options.what}-seed-{options.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     _say(f"seed {options.seed}, {options.minutes:g} minutes, evidence in {directory}")
     with Engine(default_master(4)) as engine:
@@ -70,6 +73,12 @@ def run_clones(options: argparse.Namespace, engine: Engine, directory: Path) -> 
     with open_stage(megabytes=options.megabytes) as stage:
         campaign = Campaign(stage, engine, directory, options.seed, _say)
         figures = campaign.figures
+        if not options.short and not options.replay:
+            _say("a clone that is killed at every failpoint:")
+            try:
+                campaign.kill_everywhere()
+            except Exception as error:
+                return figures, f"{type(error).__name__}: {error}"
         for schedule in _clone_schedules(options):
             if time.monotonic() > ends_at:
                 break
@@ -110,6 +119,8 @@ def run_streams(
             except Exception as error:
                 return figures, f"{type(error).__name__}: {error}"
             figures.write(options.figures, **_about("follow"))
+    if figures.missing() and not options.replay:
+        return figures, f"never came up: {'; '.join(figures.missing())}"
     return figures, ""
 
 
@@ -141,7 +152,8 @@ def _clone_schedules(options: argparse.Namespace) -> list[Schedule]:
     if options.short:
         return short
     # A few in reserve: some find nobody to kill.
-    return [*draw(long_schedules(LONG + 20), options.seed, 1), *short]
+    long = draw(long_schedules(LONG + 20), options.seed, 1)
+    return [*long, *short]
 
 
 def _stream_schedules(options: argparse.Namespace) -> Iterator[list[Schedule]]:
@@ -156,7 +168,7 @@ def _stream_schedules(options: argparse.Namespace) -> Iterator[list[Schedule]]:
             # Of one seed, the schedules would be much alike.
             seed = (options.seed * MOST_STREAMS + number) * ROUNDS + place
             rounds += draw(follow_schedules(copying=place == 0, cluster=cluster), seed, 1)
-        yield rounds
+        yield [*rounds, every_stream_failpoint()] if number == 1 else rounds
 
 
 def _about(what: str) -> dict[str, object]:

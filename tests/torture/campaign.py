@@ -12,15 +12,16 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.torture.failpoints import AFTER
+from tests.torture.failpoints import AFTER, BEFORE, BESIDE, FAILPOINTS, TASK
 from tests.torture.figures import CloneFigures
 from tests.torture.interrupt import CampaignFailed, interrupt, wait_until
+from tests.torture.killing import kill_at
 from tests.torture.pair import Verdict
 from tests.torture.program import Program
-from tests.torture.schedule import Interruption, Kind, Schedule, write_schedule
+from tests.torture.schedule import After, Interruption, Kind, Schedule, write_schedule
 from tests.torture.stage import Play, Stage
 
-from millrace.clone.engine import Engine
+from millrace.engine import Engine
 from millrace.errors import ServerError
 
 # How a process may end after this; whatever it survives ends with 0.
@@ -62,13 +63,38 @@ class Campaign:
 
     def run(self, schedule: Schedule) -> Verdict:
         """One clone; raises CampaignFailed, with everything left in place, unless it ends equal."""
-        figures = self.figures
-        directory = self.directory / f"clone-{figures.clones + 1}"
-        directory.mkdir(parents=True)
+        directory = self._next_directory()
         write_schedule(directory / "schedule.json", schedule)
+        return self._judge(
+            directory, lambda play: _Interrupted(play, self.figures, self._say).run(schedule)
+        )
+
+    def kill_everywhere(self) -> Verdict:
+        """One clone, its driver killed at every failpoint, its workers at those of tasks."""
+
+        def kill(play: Play) -> int:
+            kill_at(play, BEFORE, TASK[:-1], BESIDE, AFTER)
+            last = play.start()
+            if last.wait() != 0:
+                raise CampaignFailed(f"the clone does not end: {play.last_words()}")
+            deaths = len(FAILPOINTS) + len(TASK)
+            self.figures.interruptions[Kind.KILL_DRIVER] += len(FAILPOINTS)
+            self.figures.interruptions[Kind.KILL_WORKER] += len(TASK)
+            self.figures.moments[After.FAILPOINT] += deaths
+            return deaths
+
+        return self._judge(self._next_directory(), kill)
+
+    def _next_directory(self) -> Path:
+        directory = self.directory / f"clone-{self.figures.clones + 1}"
+        directory.mkdir(parents=True)
+        return directory
+
+    def _judge(self, directory: Path, interrupt_all: Callable[[Play], int]) -> Verdict:
+        figures = self.figures
         began, written = time.monotonic(), self.stage.writers.committed
         with self.stage.play(directory) as play:
-            applied = _Interrupted(play, figures, self._say).run(schedule)
+            applied = interrupt_all(play)
             verdict = play.compare(self.engine)
             figures.judge(verdict)
             play.assert_nothing_runs()

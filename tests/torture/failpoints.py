@@ -7,12 +7,13 @@ compares both. Who adds a place adds it here, and so it is killed at.
 from __future__ import annotations
 
 import ast
+import random
 from pathlib import Path
 
 import millrace
 
-STREAM_PACKAGES = ("stream",)
-PACKAGES = ("clone", "postgres", "snapshot", "spark", "workdir")
+STREAM_PACKAGES = ("apply", "follow", "receive", "spool")
+PACKAGES = ("clone", "compare", "filter", "postgres", "snapshot", "spark", "split", "workdir")
 
 # Before the data; in the driver.
 BEFORE = (
@@ -80,12 +81,33 @@ RECEIVER = (
 )
 # In the Spark task that applies.
 APPLY = (
+    "apply.after_begin",
     "apply.after_delete",
     "apply.after_update",
     "apply.before_commit",
     "apply.after_commit",
 )
-STREAM = RECEIVER + APPLY
+# When a stream begins; tests/postgres/test_slot_making.py kills at it.
+BEGIN = ("slot.made",)
+STREAM = RECEIVER + APPLY + BEGIN
+# While a table is copied again: in the driver, and in the Spark task that copies.
+# tests/spark/test_table_sync.py kills at them.
+SYNC = (
+    "sync.taken_up",
+    "sync.copying",
+    "sync.published",
+    "sync.snapshot",
+    "sync.caught_up",
+    "sync.before_followed",
+    "sync.followed",
+)
+SYNC_TASK = ("sync.copy_begin", "sync.before_copy_commit", "sync.after_copy_commit")
+
+
+def some_of(names: tuple[str, ...], dice: random.Random, share: int) -> tuple[str, ...]:
+    """One in `share`, in their order. A campaign begins with each of them."""
+    chosen = set(dice.sample(names, -(-len(names) // share)))
+    return tuple(name for name in names if name in chosen)
 
 
 def read_failpoints(packages: tuple[str, ...] = PACKAGES) -> set[str]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.torture.ingredients import Ingredient
 from tests.torture.interrupt import CampaignFailed
 from tests.torture.pair import Verdict
 from tests.torture.schedule import Interruption
@@ -75,3 +76,8 @@ class FollowFigures(Figures):
     columns_added: int = 0
     # The target was looked at so often while changes were applied.
     torn_looks: int = 0
+    ingredients: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(Ingredient, 0)))
+
+    def missing(self) -> list[str]:
+        """Ingredients that never came up: nothing is known of them."""
+        return [name for name, count in self.ingredients.items() if not count]

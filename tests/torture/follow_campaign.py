@@ -9,24 +9,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from tests.torture.campaign import EXIT_CODES
 from tests.torture.failpoints import FAILPOINTS
 from tests.torture.figures import FollowFigures
 from tests.torture.follow_stage import FollowPlay, FollowStage
+from tests.torture.ingredients import Ingredient, sequence_differences
 from tests.torture.interrupt import CampaignFailed, first_of, interrupt, wait_until
 from tests.torture.pair import Verdict
-from tests.torture.program import Program
+from tests.torture.program import WITH_SPARK, Program
 from tests.torture.schedule import SURVIVED, Interruption, Kind, Schedule, write_schedule
 
-from millrace.clone.engine import Engine
+from millrace.engine import Engine
 from millrace.errors import ServerError
 from millrace.spark.session import TASK_ATTEMPTS
+from millrace.workdir.lock import read_holder
 
 LOST = ServerError.exit_code
-# A column is added before every fourth interruption.
-COLUMN_EVERY = 4
+# Before every fourth interruption a column is added; before others, a table, and the like.
+CHANGE_EVERY = 4
 # The last ones come when the end position is set already.
 WHILE_ENDING = 2
 WORKER_DEATHS = (Kind.KILL_WORKER, Kind.KILL_DAEMON, Kind.KILL_EXECUTOR)
@@ -42,8 +45,10 @@ class FollowCampaign:
         directory: Path,
         number: int,
         say: Callable[[str], None] = lambda line: None,
+        command: tuple[str, ...] = WITH_SPARK,
     ) -> None:
         self.stage = stage
+        self.command = command
         self.engine = engine
         self.directory = directory
         self.figures = FollowFigures(number)
@@ -62,6 +67,7 @@ class FollowCampaign:
         directory.mkdir(parents=True)
         held = any(one.moment.failpoint in FAILPOINTS for one in schedules[0])
         with stage.play(directory, held=held, cluster=cluster) as play:
+            play.command = self.command
             stream = _Interrupted(play, figures, self._say)
             try:
                 for number, schedule in enumerate(schedules, 1):
@@ -71,6 +77,7 @@ class FollowCampaign:
                         break
             finally:
                 figures.processes += len(play.programs)
+                figures.ingredients[Ingredient.SHORT_TIMEOUTS] += len(play.programs)
             play.assert_nothing_runs()
             figures.torn_looks += play.seen.looks
         figures.streams += 1
@@ -79,16 +86,19 @@ class FollowCampaign:
         figures, workload = self.figures, self.stage.workload
         began, written = time.monotonic(), self.stage.written()
         changed, rolled_back = workload.rows_changed, workload.rolled_back
+        used = workload.ingredients.copy()
         stream.begin()
         ending = schedule[-WHILE_ENDING:] if not cuts_over else ()
         stream.run(schedule[: len(schedule) - len(ending)])
         workload.pause()
+        workload.commit_asynchronously()
         if cuts_over:
             stream.cut_over()
         else:
             stream.end(ending)
         verdict = stream.compare(self.engine)
         figures.judge(verdict)
+        figures.ingredients.update(workload.ingredients - used)
         figures.rounds += 1
         figures.transactions_meanwhile += self.stage.written() - written
         figures.rows_changed += workload.rows_changed - changed
@@ -132,9 +142,9 @@ class _Interrupted:
             self._one(interruption)
         self._follow()
         for number, interruption in enumerate(schedule[len(copying) :]):
-            if number % COLUMN_EVERY == 1:
-                self._add_column()
+            self._change(number)
             self._one(interruption)
+        self._take_up()
 
     def cut_over(self) -> None:
         """`millrace cutover` ends a running `follow`, or follows by itself."""
@@ -161,6 +171,9 @@ class _Interrupted:
     def compare(self, engine: Engine) -> Verdict:
         """Both sides, every row; and that they agree on how many transactions there were."""
         verdict = self._play.compare_rows(engine)
+        sequences, moved = sequence_differences(self._play.stage.source_uri, self._play.target_uri)
+        self._figures.ingredients[Ingredient.SEQUENCES] += sequences
+        verdict = replace(verdict, differences=(*verdict.differences, *moved))
         if not verdict.differences and self._play.applied() > self._play.stage.written():
             raise CampaignFailed("the target has more transactions than the source")
         return verdict
@@ -275,6 +288,34 @@ class _Interrupted:
             allowed.add(LOST)  # a task is tried so often
         return allowed
 
-    def _add_column(self) -> None:
-        self._play.add_column()
-        self._figures.columns_added += 1
+    def _change(self, number: int) -> None:
+        """What people do to a database while it is followed, before an interruption."""
+        play, figures = self._play, self._figures
+        turn = number % CHANGE_EVERY
+        if turn == 1:
+            play.add_column()
+            figures.columns_added += 1
+        elif turn == 2:
+            play.add_table()
+            figures.ingredients[Ingredient.LATE_TABLES] += 1
+        elif turn == 3:
+            play.resync()
+            figures.ingredients[Ingredient.RESYNCS] += 1
+        else:
+            play.give_identity()
+
+    def _take_up(self) -> None:
+        """What came late has to be followed before the end is set, or it would be accused; and
+        a process that has only begun to start must hold its directory, or `cutover` would take
+        it."""
+        play = self._play
+        for _ in range(3):
+            program = self._present()
+
+            def is_taken_up(pid: int = program.process.pid) -> bool:
+                return read_holder(play.work) == pid and play.is_all_followed()
+
+            if first_of(program, is_taken_up, why="all tables are followed"):
+                return
+            self._end(program)
+        raise CampaignFailed(f"a table is not taken up: {self._play.last_words()}")

@@ -83,7 +83,7 @@ def first_of(
     result: list[bool] = []
 
     def look() -> bool:
-        program.family()
+        program.watch()
         if program.exit_code is not None:
             result.append(False)
         elif what():

@@ -16,21 +16,22 @@ from typing import Any, TypeVar
 
 import psycopg
 from tests.fixtures.wait import wait_for
-from tests.torture.program import Program
+from tests.torture.program import WITH_SPARK, Program
 from tests.torture.proxy import Proxy
 
-from millrace.clone.compare_run import CompareSettings, compare_data
-from millrace.clone.engine import Engine
+from millrace.compare.run import CompareSettings, compare_data
 from millrace.config.dsn import Dsn
-from millrace.postgres.embedded import Cluster
-from millrace.snapshot.holder import Held, read_held
+from millrace.engine import Engine
+from millrace.postgres.program.embedded import Cluster
+from millrace.route import Route
+from millrace.snapshot.holder import SnapshotHolder, read_held
 
 DATABASE = "original"
 JOBS = ("--table-jobs=2", "--index-jobs=2", "--restore-jobs=2", "--large-objects-jobs=1")
 # Small enough that tables of both kinds are split: by their key, and by ctid.
 SPLIT = "--split-tables-larger-than=100 kB"
 # The backend of a killed client that is busy looks for it every five seconds.
-SESSIONS_SECONDS = 60
+SESSIONS_SECONDS = 180
 
 _SESSIONS = """
 SELECT application_name, pid FROM pg_stat_activity WHERE datname = current_database()
@@ -56,6 +57,8 @@ class Pair:
         self.source = source
         self.target = target
         self.source_uri = source.uri(DATABASE)
+        # For the process that holds a snapshot, which is never cut off.
+        self.holder_uri = self.source_uri
         self.proxies = {"source": Proxy(source.port), "target": Proxy(target.port)}
 
     def proxied(self, side: str, database: str) -> str:
@@ -82,6 +85,8 @@ class Move:
         self.name = name
         self.target_uri = pair.target.create_database(name)
         self.programs: list[Program] = []
+        # How the program is called from now on.
+        self.command = WITH_SPARK
         self.holder: Program | None = None
         # Backends of the holder.
         self.held_by: list[int] = []
@@ -112,17 +117,18 @@ class Move:
         """The next process."""
         number = len(self.programs) + 1
         log = self._logs / f"{number:03d}.log"
-        program = Program(log, *arguments, marks=self.directory / f"marks-{number}")
+        marks = self.directory / f"marks-{number}"
+        program = Program(log, *arguments, marks=marks, command=self.command)
         self.programs.append(program)
         return program
 
-    def hold(self, *options: str) -> Held:
+    def hold(self, *options: str) -> SnapshotHolder:
         """A process of its own holds a snapshot from now on."""
         self.holder = Program(
             self._logs / "holder.log",
-            "snapshot", "--source", self._pair.source_uri, "--dir", str(self.work), *options,
+            "snapshot", "--source", self._pair.holder_uri, "--dir", str(self.work), *options,
         )  # fmt: skip
-        held: Held = wait_for(self._held, "a snapshot is held")
+        held: SnapshotHolder = wait_for(self._held, "a snapshot is held")
         # Nobody else of ours is there yet.
         with psycopg.connect(self._pair.source_uri) as connection:
             self.held_by = [pid for _, pid in connection.execute(_SESSIONS, ([],))]
@@ -155,7 +161,9 @@ class Move:
     def compare_rows(self, engine: Engine, snapshot: str | None = None) -> Verdict:
         """Every row of every table."""
         source, target = Dsn.parse(self._pair.source_uri), Dsn.parse(self.target_uri)
-        compared = compare_data(CompareSettings(source, target, 2, snapshot, rows=True), engine)
+        compared = compare_data(
+            CompareSettings(Route(source, target), 2, snapshot, rows=True), engine
+        )
         found = [
             f"table {one.label}: {one.problem or one.error or one.rows[:3]}"
             for one in compared

@@ -23,18 +23,29 @@ from tests.torture.failpoints import FAILPOINTS, STREAM
 from millrace.failpoint import VARIABLE
 
 EVERYWHERE = FAILPOINTS + STREAM
+WITH_SPARK = (sys.executable, "-m", "millrace")
+# Looking through all processes of the machine takes milliseconds.
+WATCH_SECONDS = 0.1
 
 # Millrace has two, Spark its own for a cluster.
 _DAEMON = re.compile(r"\b(millrace\.|py)spark\.(stream_)?daemon\b")
 _EXECUTOR = "CoarseGrainedExecutorBackend"
+_FORKSERVER = "multiprocessing.forkserver"
 
 
 class Program:
-    """One process of `millrace`, and what it started."""
+    """One process of `millrace`, and what it started; `command` is how the program is called."""
 
-    def __init__(self, log: Path, *arguments: str, marks: Path | None = None) -> None:
+    def __init__(
+        self,
+        log: Path,
+        *arguments: str,
+        marks: Path | None = None,
+        command: tuple[str, ...] = WITH_SPARK,
+    ) -> None:
         self.log = log
         self._marks = marks
+        self._watched_at = 0.0
         self._family: dict[int, psutil.Process] = {}
         self._folders: set[Path] = set()
         environment = dict(os.environ)
@@ -46,7 +57,7 @@ class Program:
             environment[VARIABLE] = ",".join(f"{p}=stop@{marks / p}" for p in EVERYWHERE)
         with log.open("wb") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "millrace", *arguments],
+                [*command, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -66,12 +77,18 @@ class Program:
         deadline = time.monotonic() + seconds
         while self.exit_code is None:
             assert time.monotonic() < deadline, f"it does not end:\n{self.printed()}"
-            self.family()
+            self.watch()
             time.sleep(POLL_SECONDS)
         assert self.exit_code is not None
         return self.exit_code
 
     # Its tree
+
+    def watch(self) -> None:
+        """To be called again and again: whoever comes is remembered."""
+        if time.monotonic() > self._watched_at + WATCH_SECONDS:
+            self.family()
+            self._watched_at = time.monotonic()
 
     def family(self) -> list[psutil.Process]:
         """Itself and the living processes below; who was ever seen is remembered."""
@@ -84,6 +101,10 @@ class Program:
             if _name(process) == "java" and _EXECUTOR in _command(process):
                 self._remember_folder(process)
         return [process for process in found if not is_gone(process)]
+
+    def has_engine(self) -> bool:
+        """Whether Spark was started, or what forks tasks in its place."""
+        return self.jvm() is not None or any(_FORKSERVER in _command(p) for p in self.family())
 
     def jvm(self) -> psutil.Process | None:
         """The driver's."""

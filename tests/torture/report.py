@@ -73,6 +73,7 @@ def _follow_rows(figures: Figures) -> list[tuple[str, int]]:
         ("processes of `millrace`", figures["processes"]),
         *_interruptions(figures),
         ("columns added in mid-stream", figures["columns_added"]),
+        *figures.get("ingredients", {}).items(),
         ("transactions on the source meanwhile", figures["transactions_meanwhile"]),
         ("rows changed by them", figures["rows_changed"]),
         ("transactions rolled back", figures["transactions_rolled_back"]),

@@ -21,7 +21,6 @@ from tests.torture.failpoints import (
     FAILPOINTS,
     RECEIVER,
     REPEATED,
-    STREAM,
     TASK,
 )
 
@@ -188,7 +187,7 @@ def long_schedules(count: int) -> st.SearchStrategy[Schedule]:
 # Of a stream. A big transaction has megabytes, most have a few hundred bytes.
 _SOME_BYTES = st.one_of(st.integers(1, 2_000), st.integers(2_000, 3_000_000))
 _WHILE_FOLLOWING = st.one_of(
-    _at_one_of(STREAM),
+    _at_one_of(RECEIVER + APPLY),
     st.integers(1, 60).map(lambda n: Moment(After.TRANSACTIONS, number=n)),
     _SOME_BYTES.map(lambda n: Moment(After.SOURCE_BYTES, number=n)),
     _SOME_BYTES.map(lambda n: Moment(After.TARGET_BYTES, number=n)),

@@ -20,12 +20,13 @@ from tests.fixtures import load_museum
 from tests.torture.pair import DATABASE, JOBS, SPLIT, Move, Pair, Verdict
 from tests.torture.program import Program
 
-from millrace.clone.compare_run import compare_schema
-from millrace.clone.compare_schema import POSITION_PROPERTIES
-from millrace.clone.engine import Engine
+from millrace.compare.run import compare_schema
+from millrace.compare.schema import POSITION_PROPERTIES
 from millrace.config.dsn import Dsn
 from millrace.demo.shop import Writers, create_shop
-from millrace.postgres.embedded import Cluster, open_cluster
+from millrace.engine import Engine
+from millrace.postgres.program.embedded import Cluster, open_cluster
+from millrace.route import Route
 
 # One version, so that the schemas must be equal to the letter.
 VERSION = 18
@@ -110,7 +111,7 @@ class Play(Move):
         source, target = Dsn.parse(self.stage.source_uri), Dsn.parse(self.target_uri)
         verdict = self.compare_rows(engine, self.snapshot)
         found = list(verdict.differences)
-        schema = compare_schema(source, target, POSITION_PROPERTIES)
+        schema = compare_schema(Route(source, target), POSITION_PROPERTIES)
         for difference in schema.differences:
             found.append(f"schema: {difference}")
         theirs = self._under_snapshot(_LARGE_OBJECTS)

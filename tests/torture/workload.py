@@ -12,12 +12,14 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psycopg
 from psycopg import errors
+from tests.torture.ingredients import HARD_ACTIONS, OF_ACTION, Ingredient, write_domained
 
 CLIENTS = 4
 # All clients together, about: two cores have three servers' worth of other things to do.
@@ -60,6 +62,8 @@ def create_tables(uri: str) -> None:
     """The clients' tables, with a few rows."""
     with psycopg.connect(uri, autocommit=True) as connection:
         connection.execute(SCHEMA.read_text().encode())
+        if connection.info.server_version < 180000:
+            connection.execute("ALTER TABLE generated_key REPLICA IDENTITY FULL")
         connection.execute(
             "INSERT INTO counter SELECT i, 0 FROM generate_series(0, %s) i", (CLIENTS,)
         )
@@ -196,14 +200,6 @@ def write_by_index(connection: Connection, dice: random.Random) -> int:
     return _do(connection, statement, **values)
 
 
-def write_bare(connection: Connection, dice: random.Random) -> int:
-    return _do(
-        connection,
-        "INSERT INTO bare SELECT i, 'bare', now() FROM generate_series(1, %(rows)s) i",
-        rows=dice.randrange(1, 5),
-    )
-
-
 def write_parted(connection: Connection, dice: random.Random) -> int:
     """Most of all, rows that move between partitions."""
     values = {
@@ -316,12 +312,16 @@ def truncate(connection: Connection, dice: random.Random) -> int:
 ACTIONS: dict[Action, int] = {
     insert_typed: 12, update_typed: 8, delete_typed: 4, transfer: 15, trade_seats: 6,
     trade_chairs: 4, trade_ranges: 3, change_keys: 8, replace_key: 4, write_loose: 10,
-    write_by_index: 8, write_bare: 4, write_parted: 12, write_toasted: 12, write_family: 8,
-    write_moody: 3, copy_in: 5, thin_out: 1,
+    write_by_index: 8, write_parted: 12, write_toasted: 12, write_family: 8,
+    write_moody: 3, copy_in: 5, thin_out: 1, **HARD_ACTIONS,
 }  # fmt: skip
+# Of tables that are not always there.
+WITH_MOODS = (write_moody, write_domained)
 # One transaction in so many.
 ONE_IN_TRUNCATES = 60
 ONE_IN_MUCH = 250
+# When the clients have stopped.
+LAST_COMMITS = 50
 
 
 class Workload:
@@ -337,11 +337,13 @@ class Workload:
         # With the table `moody` values can't be sent in binary.
         self.has_moods = True
         self._busy = [threading.Lock() for _ in range(CLIENTS)]
+        self._connections: list[Connection | None] = [None] * CLIENTS
         self._failures: list[BaseException] = []
         self.rows_changed = 0
         self.committed = 0
         self.rolled_back = 0
         self.refused = 0
+        self.ingredients: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._paused.set()
         self._threads = [
@@ -357,14 +359,28 @@ class Workload:
         self._paused.clear()
 
     def pause(self) -> None:
-        """Returns when nobody writes, and nothing prepared is left."""
+        """Returns when nobody writes or is connected, and nothing prepared is left."""
         self._paused.set()
-        for lock in self._busy:
+        for number, lock in enumerate(self._busy):
             with lock:
-                pass
+                connection = self._connections[number]
+                if connection is not None:
+                    connection.close()
+                self._connections[number] = None
         self.check()
         with patiently(self._uri) as connection:
             self._finish_prepared(connection, "%")
+
+    def commit_asynchronously(self) -> None:
+        """The last transactions for now, none of which is on the source's disk for certain."""
+        with patiently(self._uri) as connection:
+            connection.execute("SET synchronous_commit = off")
+            for _ in range(LAST_COMMITS):
+                connection.execute(
+                    "WITH counted AS (UPDATE counter SET transactions = transactions + 1"
+                    " WHERE client = 0) INSERT INTO parent (name) VALUES ('last')"
+                )
+        self.ingredients[Ingredient.ASYNCHRONOUS] += LAST_COMMITS
 
     def check(self) -> None:
         """Raises what went wrong in a client."""
@@ -379,16 +395,17 @@ class Workload:
 
     def _run(self, number: int) -> None:
         dice = random.Random(self._seed * 1000 + number)
-        connection: Connection | None = None
+        connections = self._connections
         try:
             while not self._stopping.is_set():
                 with self._busy[number]:
                     if not self._paused.is_set():
-                        connection = self._write(connection, dice, number)
+                        connections[number] = self._write(connections[number], dice, number)
                 time.sleep(CLIENTS / TRANSACTIONS_PER_SECOND)
         except BaseException as error:
             self._failures.append(error)
         finally:
+            connection = connections[number]
             if connection is not None:
                 connection.close()
 
@@ -425,11 +442,15 @@ class Workload:
             # Lost when the source crashes; then the target must not have it either.
             connection.execute("SET LOCAL synchronous_commit = off")
         changed = 0
+        used: Counter[str] = Counter()
         for _ in range(dice.choice((1, 1, 2, 4))):
             action = dice.choices(tuple(ACTIONS), tuple(ACTIONS.values()))[0]
-            if action is write_moody and not self.has_moods:
+            if action in WITH_MOODS and not self.has_moods:
                 action = transfer
-            changed += self._in_savepoint(connection, dice, action)
+            rows = self._in_savepoint(connection, dice, action)
+            changed += rows
+            if action in OF_ACTION:
+                used[OF_ACTION[action]] += rows
         prepares = dice.random() < 0.05
         if dice.randrange(ONE_IN_TRUNCATES) == 0 and not self.is_gentle and not prepares:
             changed += truncate(connection, dice)
@@ -448,7 +469,7 @@ class Workload:
             connection.execute(f"{'COMMIT' if commits else 'ROLLBACK'} PREPARED '{name}'".encode())
         else:
             connection.execute("COMMIT" if commits else "ROLLBACK")
-        self._count(changed, committed=commits)
+        self._count(changed, used, committed=commits)
 
     def _in_savepoint(self, connection: Connection, dice: random.Random, action: Action) -> int:
         """The action; every so often in a subtransaction, of which every other is undone."""
@@ -462,11 +483,12 @@ class Workload:
         connection.execute("RELEASE here")
         return changed
 
-    def _count(self, changed: int, *, committed: bool) -> None:
+    def _count(self, changed: int, used: Counter[str], *, committed: bool) -> None:
         with self._lock:
             if committed:
                 self.committed += 1
                 self.rows_changed += changed
+                self.ingredients += used
             else:
                 self.rolled_back += 1
 

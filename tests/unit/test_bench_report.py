@@ -29,7 +29,12 @@ from rich.console import Console
 WHOLE = Comparison("whole", "wall_seconds", ("A", "we"), ("A", "they"), 0.9)
 FACTS = {
     "rounds": 3,
-    "machine": {"cores": 2, "cpu": "a cpu", "memory_bytes": 8e9, "versions": {"python": "3.11"}},
+    "machine": {
+        "cores": 2,
+        "cpu": "a cpu",
+        "memory_bytes": 8e9,
+        "versions": {"python": "3.11", "they": "2.1"},
+    },
     "data_sets": {"A": {"title": "a title", "heap_bytes": 3e9, "index_bytes": 1e9}},
 }
 
@@ -61,16 +66,23 @@ def test_contestant_without_a_right_run_is_listed_without_figures() -> None:
 
 def test_ratio_is_ours_over_theirs() -> None:
     ratio = WHOLE.ratio([run("we", 9.0), run("they", 12.0)])
-    assert ratio == Ratio(0.75, 0.9, as_measured=0.75)
+    assert ratio == Ratio(0.75, 0.9, least=0.75, most=0.75, theirs="they")
     assert ratio.met
 
 
-def test_run_on_a_slower_machine_counts_for_less() -> None:
+def test_ratio_is_the_median_of_the_rounds_with_its_spread() -> None:
+    """A machine that is twice as slow in one round changes both sides of it, and no ratio."""
+    ours = [run("we", 9.0, 1), run("we", 20.0, 2), run("we", 12.0, 3), run("we", 1.0, 4)]
+    theirs = [run("they", 12.0, 1), run("they", 20.0, 2), run("they", 10.0, 3)]
+    ratio = WHOLE.ratio([*ours, *theirs])
+    assert ratio == Ratio(1.0, 0.9, least=0.75, most=1.2, theirs="they")
+
+
+def test_yardstick_is_shown_and_decides_nothing() -> None:
     ours = replace(run("we", 18.0), figures={"wall_seconds": 18.0, YARDSTICK: 2.0})
     theirs = replace(run("they", 12.0), figures={"wall_seconds": 12.0, YARDSTICK: 1.0})
-    assert WHOLE.ratio([ours, theirs]) == Ratio(0.75, 0.9, as_measured=1.5)
-    rate = replace(WHOLE, goal=1.3, better=HIGHER)
-    assert rate.ratio([ours, theirs]) == Ratio(3.0, 1.3, HIGHER, as_measured=1.5)
+    assert WHOLE.ratio([ours, theirs]).value == 1.5
+    assert medians([ours])["A"]["we"][YARDSTICK] == 2.0
 
 
 @pytest.mark.parametrize("present", ["we", "they"])
@@ -97,8 +109,8 @@ def test_goals_of_both_directions_show_theirs(result: dict[str, Any]) -> None:
     result["ratios"]["rate"] = asdict(Ratio(1.5, 1.3, HIGHER))
     lines = render_markdown(result).splitlines()
     assert "### Ratios" in lines
-    assert "| whole | 0.75 | 0.75 | ≤ 0.9 | yes |" in lines
-    assert "| rate | 1.50 |  | ≥ 1.3 | yes |" in lines
+    assert "| whole | 0.75 | 0.75 to 0.75 | they 2.1 | ≤ 0.9 | yes |" in lines
+    assert "| rate | 1.50 |  |  | ≥ 1.3 | yes |" in lines
 
 
 def test_rates_and_lags_are_shown_in_their_own_precision() -> None:
@@ -119,7 +131,9 @@ def test_result_file_has_runs_ratios_and_facts(result: dict[str, Any], tmp_path:
         "goal": 0.9,
         "better": "lower",
         "reason": "",
-        "as_measured": 0.75,
+        "least": 0.75,
+        "most": 0.75,
+        "theirs": "they",
     }
     assert [r["contestant"] for r in read["runs"]] == ["we", "they", "a | b", "a | b"]
     assert read["machine"]["cores"] == 2
@@ -130,7 +144,7 @@ def test_markdown_has_each_contestant_each_ratio_and_each_failure(result: dict[s
     assert "| contestant | wall s |" in lines
     assert "| we | 9.0 |" in lines
     assert r"| a \| b |  |" in lines
-    assert "| whole | 0.75 | 0.75 | 0.9 | yes |" in lines
+    assert "| whole | 0.75 | 0.75 to 0.75 | they 2.1 | 0.9 | yes |" in lines
     assert lines[-1] == "- a | b on A: did not run: not installed (round 1, 2)"
 
 

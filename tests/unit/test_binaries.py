@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from millrace.errors import ConfigError, PreflightError
-from millrace.postgres import binaries
-from millrace.postgres.binaries import Installation, find_tools, installations
+from millrace.postgres.program import binaries
+from millrace.postgres.program.binaries import Installation, find_tools, installations
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ from tests.fixtures.changes import RELATION, Transaction, append, join, relation
 
 from millrace.change import SCHEMA
 from millrace.errors import FormatError, WorkDirError
-from millrace.postgres.pgoutput import (
+from millrace.postgres.pgoutput.messages import (
     UNCHANGED,
     Begin,
     Commit,
@@ -34,10 +34,10 @@ from millrace.postgres.pgoutput import (
     encode_truncate,
     encode_update,
 )
-from millrace.stream.change_range import open_change_spool, parse_tables
-from millrace.stream.changes import iter_changes
-from millrace.stream.spool_reader import SpoolReader, prune
-from millrace.stream.spool_writer import SpoolWriter
+from millrace.spool.change_batch import iter_changes
+from millrace.spool.reader import SpoolReader, prune
+from millrace.spool.selection import open_change_spool, parse_tables
+from millrace.spool.writer import SpoolWriter
 
 OTHER = RelationVersion(
     20000,
@@ -253,7 +253,7 @@ def test_a_row_that_does_not_fit_its_table_is_an_error(tmp_path: Path) -> None:
 @settings(deadline=None, max_examples=200)
 @given(st.integers(0, 2**32), st.binary(min_size=1, max_size=3))
 def test_damaged_rows_give_an_error_or_a_valid_batch(seed: int, noise: bytes) -> None:
-    from millrace.postgres.pgoutput_entries import RowMessages, find_entries
+    from millrace.postgres.pgoutput.entries import RowMessages, find_entries
 
     chance = random.Random(seed)
     message = bytearray(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import signal
 import subprocess
@@ -16,11 +15,12 @@ from typing import Any
 import psycopg
 import pytest
 import typer.main
+from tests.fixtures.wait import DEADLINE_SECONDS
 
 from millrace import __version__
-from millrace.cli.main import app, main, read_settings_file
-from millrace.clone.schema import SchemaSettings
-from millrace.postgres.embedded import Cluster, open_cluster
+from millrace.cli.main import Program, app, main, read_settings_file
+from millrace.clone.schema.entries import SchemaSettings
+from millrace.postgres.program.embedded import Cluster, open_cluster
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -75,16 +75,16 @@ Run = Callable[..., Ended]
 
 @pytest.fixture
 def run(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> Iterator[Run]:
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    in_this_process: None,
+) -> Run:
     """Runs the program in this process, in an empty folder and without MILLRACE_ variables."""
     for name in [name for name in os.environ if name.startswith(("MILLRACE_", "PG"))]:
         monkeypatch.delenv(name)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
-    root, ours = logging.getLogger(), logging.getLogger("millrace")
-    before = root.handlers[:], root.level, ours.level
-    handlers = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
 
     def run(*arguments: str) -> Ended:
         monkeypatch.setattr(sys, "argv", ["millrace", *arguments])
@@ -93,10 +93,7 @@ def run(
         code = ended.value.code
         return Ended(code if isinstance(code, int) else 0, *capsys.readouterr())
 
-    yield run
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-    root.handlers[:], root.level, ours.level = before
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +128,36 @@ def test_program_can_be_started_both_ways() -> None:
     ):
         ended = subprocess.run([*command, "version"], capture_output=True, text=True)
         assert (ended.returncode, ended.stdout) == (0, f"millrace {__version__}\n")
+
+
+def modules_of(*arguments: str) -> set[str]:
+    """What a run of the program imports."""
+    code = (
+        "import atexit, sys; atexit.register(lambda: print(*sys.modules, file=sys.stderr));"
+        "from millrace.cli.main import main; main(sys.argv[1:])"
+    )
+    ended = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    return set(ended.stderr.split())
+
+
+def test_program_starts_without_what_takes_long_to_load() -> None:
+    """Numba takes half a second, and who asks for a list needs none of them."""
+    shown = modules_of("--help")
+    assert "typer" in shown
+    slow = {"numba", "numpy", "pyarrow", "pyspark"}
+    assert (slow | {"psycopg", "prometheus_client"}).isdisjoint(shown)
+    commands = {place.module for place in Program.places.values()}
+    assert commands.isdisjoint(shown)
+    listing = modules_of("list", "tables", "--help")
+    assert listing & commands == {"millrace.cli.list_"}
+    assert slow.isdisjoint(listing)
+
+
+@pytest.mark.parametrize("name", Program.places)
+def test_summary_in_the_list_of_commands_is_the_first_line_of_the_help(name: str) -> None:
+    command = ALL_COMMANDS[name,]
+    assert (command.name, command.help.partition("\n")[0]) == (name, Program.places[name].summary)
 
 
 def test_help_lists_the_commands(run: Run) -> None:
@@ -222,9 +249,9 @@ def test_wrong_option_is_exit_code_2(run: Run, arguments: list[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--split-tables-larger-than", "many"], "not a size: 'many'"),
-        (["--split-tables-larger-than", "-1 MB"], "not a size"),
-        (["--maintenance-work-mem", "1 XB"], "not a size"),
+        (["--split-tables-larger-than", "many"], "invalid size: 'many'"),
+        (["--split-tables-larger-than", "-1 MB"], "invalid size"),
+        (["--maintenance-work-mem", "1 XB"], "invalid size"),
         (["--conf", "nonsense"], "--conf takes key=value"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
@@ -516,7 +543,9 @@ def test_flag_that_is_off_in_the_environment_is_off(
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["Ctrl-C", "SIGTERM"]
+    ("number", "code"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)],
+    ids=["Ctrl-C", "SIGTERM", "SIGHUP"],
 )
 def test_interrupted_program_says_so_and_ends_as_shells_expect(
     source_db: str, number: int, code: int
@@ -535,19 +564,19 @@ def test_interrupted_program_says_so_and_ends_as_shells_expect(
         with process:
             _wait_until_somebody_waits(holder)
             process.send_signal(number)
-            _, err = process.communicate(timeout=30)
+            _, err = process.communicate(timeout=DEADLINE_SECONDS)
     assert (process.returncode, err) == (code, "millrace: stopped\n")
 
 
 def _wait_until_somebody_waits(connection: psycopg.Connection[Any]) -> None:
     connection.execute(
         """DO $$ BEGIN
-        FOR attempt IN 1..3000 LOOP
+        FOR attempt IN 1..18000 LOOP
             PERFORM pg_stat_clear_snapshot();
             PERFORM FROM pg_stat_activity WHERE application_name = 'millrace list'
                 AND datname = current_database() AND wait_event_type = 'Lock';
             EXIT WHEN FOUND;
-            ASSERT attempt < 3000, 'nobody waits';
+            ASSERT attempt < 18000, 'nobody waits';
             PERFORM pg_sleep(0.01);
         END LOOP;
         END $$"""

@@ -7,9 +7,9 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.clone.compare import Compared, RowDifference, Sum, merge_parts, plan_compare
-from millrace.clone.compare_rows import HashedRow, merge_rows
-from millrace.postgres.compared import ComparedRelation
+from millrace.compare.rows import HashedRow, merge_rows
+from millrace.compare.task import RowDifference, Sum, TableComparison, merge_parts, plan_compare
+from millrace.postgres.catalog.compared import ComparedRelation
 from millrace.relation import Column, Table
 
 
@@ -60,8 +60,10 @@ def test_differences_account_for_every_row(
 
 def test_parts_of_a_table_are_added_and_rows_stay_few() -> None:
     rows = tuple(RowDifference((str(n),), "different") for n in range(3))
-    equal = Compared("s.t", Sum(5, "7"), Sum(5, "7"), schema="s", name="t")
-    differs = Compared("s.t", Sum(1, "1"), Sum(1, "2"), None, "", "s", "t", ("id",), rows, True)
+    equal = TableComparison("s.t", Sum(5, "7"), Sum(5, "7"), schema="s", name="t")
+    differs = TableComparison(
+        "s.t", Sum(1, "1"), Sum(1, "2"), None, "", "s", "t", ("id",), rows, True
+    )
     (one,) = merge_parts([equal, differs], 3)
     assert (one.source, one.target, one.is_equal) == (Sum(6, "8"), Sum(6, "9"), False)
     assert (one.rows, one.rows_complete) == (rows, True)
@@ -71,8 +73,8 @@ def test_parts_of_a_table_are_added_and_rows_stay_few() -> None:
 
 def test_names_with_dots_are_not_confused() -> None:
     dotted = [
-        Compared("a.b.c", Sum(1, "1"), Sum(1, "1"), schema="a.b", name="c"),
-        Compared("a.b.c", Sum(1, "1"), Sum(1, "2"), schema="a", name="b.c"),
+        TableComparison("a.b.c", Sum(1, "1"), Sum(1, "1"), schema="a.b", name="c"),
+        TableComparison("a.b.c", Sum(1, "1"), Sum(1, "2"), schema="a", name="b.c"),
     ]
     assert [one.is_equal for one in merge_parts(dotted)] == [True, False]
 

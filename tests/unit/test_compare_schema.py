@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from millrace.clone.compare_schema import (
+from millrace.compare.schema import (
     ACL_PROPERTIES,
     OWNER_PROPERTIES,
     Difference,
@@ -12,19 +12,30 @@ from millrace.clone.compare_schema import (
     compare_descriptions,
     spread_array_casts,
 )
-from millrace.postgres.describe import Described, Description, Key, Value, render_name, unquoted
+from millrace.postgres.catalog.describe import (
+    DescribedObject,
+    Description,
+    Key,
+    Value,
+    render_name,
+    unquoted,
+)
 
 
-def described(kind: str, name: str, parent: Key | None = None, **properties: Value) -> Described:
-    return Described(kind, name, parent, {k.replace("_", " "): v for k, v in properties.items()})
+def described(
+    kind: str, name: str, parent: Key | None = None, **properties: Value
+) -> DescribedObject:
+    return DescribedObject(
+        kind, name, parent, {k.replace("_", " "): v for k, v in properties.items()}
+    )
 
 
-def description(*objects: Described, major: int = 18) -> Description:
+def description(*objects: DescribedObject, major: int = 18) -> Description:
     return Description(major, {(one.kind, one.name): one for one in objects})
 
 
 def compare_one(
-    source: Described, target: Described, majors: tuple[int, int] = (18, 18)
+    source: DescribedObject, target: DescribedObject, majors: tuple[int, int] = (18, 18)
 ) -> SchemaComparison:
     return compare_descriptions(
         description(source, major=majors[0]), description(target, major=majors[1])
@@ -45,7 +56,9 @@ def test_equal_descriptions_have_no_difference_and_are_counted() -> None:
 
 
 @pytest.mark.parametrize("gone", [EVERYTHING, (INDEX, CONSTRAINT), (COLUMN,), (INDEX,)])
-def test_what_is_missing_is_told_once_without_what_is_inside(gone: tuple[Described, ...]) -> None:
+def test_what_is_missing_is_told_once_without_what_is_inside(
+    gone: tuple[DescribedObject, ...],
+) -> None:
     left = description(described("schema", "s"), *EVERYTHING)
     right = description(described("schema", "s"), *(o for o in EVERYTHING if o not in gone))
     top = CONSTRAINT if len(gone) == 2 else gone[0]

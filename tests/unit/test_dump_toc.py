@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from tests import fixtures
 
-from millrace.clone.schema import RestoreLists, SchemaSettings, plan_restore
-from millrace.postgres.dump import Entry, parse_toc
+from millrace.clone.schema.entries import RestoreLists, SchemaSettings, plan_restore
+from millrace.postgres.program.dump import Entry, parse_toc
 from millrace.relation import ForeignKey, Index, SourceCatalog
 
 RECORDED = Path(fixtures.__file__).parent / "toc"

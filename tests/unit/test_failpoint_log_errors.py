@@ -26,12 +26,8 @@ def _tree(cls: type[MillraceError]) -> Iterator[type[MillraceError]]:
 
 
 @pytest.fixture
-def log_output() -> Iterator[io.StringIO]:
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    yield io.StringIO()
-    root.handlers[:] = handlers
-    root.setLevel(level)
+def log_output(in_this_process: None) -> io.StringIO:
+    return io.StringIO()
 
 
 @pytest.mark.parametrize("cls", list(_tree(MillraceError)), ids=lambda cls: cls.__name__)
@@ -53,8 +49,10 @@ def test_exit_codes_are_stable() -> None:
         "ServerError": 5,
         "ConnectionLost": 5,
         "SlotLost": 5,
+        "SourceDiverged": 5,
         "SnapshotLost": 5,
         "FormatError": 6,
+        "UnknownVersion": 6,
         "ApplyError": 7,
         "SinkError": 8,
         "MismatchError": 9,
@@ -102,6 +100,20 @@ def test_other_libraries_are_heard_from_warning_up(log_output: io.StringIO) -> N
     logging.getLogger("py4j").warning("trouble")
     assert "chatter" not in log_output.getvalue()
     assert "trouble" in log_output.getvalue()
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_log_goes_to_the_stderr_of_the_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A display, or a test, puts another in its place, and may close it."""
+    first, second = io.StringIO(), io.StringIO()
+    monkeypatch.setattr(sys, "stderr", first)
+    setup_logging()
+    logging.getLogger("millrace.clone").info("one")
+    monkeypatch.setattr(sys, "stderr", second)
+    assert "one" in first.getvalue()
+    first.close()
+    logging.getLogger("millrace.clone").info("two")
+    assert "two" in second.getvalue()
 
 
 def test_failpoint_does_nothing_unless_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.clone.decision import DbObject, Decision, Depend, decide
-from millrace.clone.filter import (
+from millrace.errors import ConfigError
+from millrace.filter.decide import DbObject, Decision, Depend, decide
+from millrace.filter.rules import (
     FilterRules,
     NamePart,
     Rule,
     parse_filters,
     read_filters,
 )
-from millrace.errors import ConfigError
 from millrace.postgres.quote import ident
 
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from millrace.apply.fold import Lines, NetChanges, fold
 from millrace.errors import FormatError
-from millrace.postgres.copy_format import encode_binary, encode_text
-from millrace.postgres.pgoutput import (
+from millrace.postgres.pgoutput.messages import (
     UNCHANGED,
     Value,
     encode_delete,
@@ -20,8 +20,8 @@ from millrace.postgres.pgoutput import (
     encode_update,
     scan,
 )
-from millrace.postgres.pgoutput_tuple import Rows, Values, locate
-from millrace.stream.fold import Lines, NetChanges, fold
+from millrace.postgres.pgoutput.tuples import Rows, Values, locate
+from millrace.postgres.wire.copy_format import encode_binary, encode_text
 
 KEY = np.array([0], np.int64)
 BOTH = np.array([0, 1], np.int64)

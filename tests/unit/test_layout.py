@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from millrace.postgres.pgoutput import Partition, RelationColumn, RelationVersion
-from millrace.stream.layout import plan_layouts
+from millrace.apply.layout import plan_layouts
+from millrace.postgres.pgoutput.messages import Partition, RelationColumn, RelationVersion
 
 KEY = (frozenset({"id"}),)
 

@@ -14,8 +14,8 @@ from tests.fixtures.changes import RELATION, Transaction, join
 
 from millrace.errors import ConfigError, FormatError
 from millrace.lsn import parse_lsn, render_lsn
-from millrace.postgres import pgoutput
-from millrace.postgres.pgoutput import (
+from millrace.postgres.pgoutput import messages as pgoutput
+from millrace.postgres.pgoutput.messages import (
     UNCHANGED,
     Begin,
     Commit,

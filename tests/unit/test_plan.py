@@ -15,8 +15,8 @@ from millrace.clone.plan import (
     plan_clone,
     plan_packs,
 )
-from millrace.clone.split import Sampled, SplitSettings
 from millrace.relation import Column, Index, Part, SourceCatalog, SplitKey, Table
+from millrace.split.plan import SampledRow, SplitSettings
 
 MIB = 1024 * 1024
 
@@ -43,7 +43,7 @@ def identities(packs: object) -> list[tuple[int, int]]:
     return [(p.table_oid, p.number) for pack in packs for p in pack.parts]  # type: ignore[attr-defined]
 
 
-SAMPLES = [Sampled(key, 1) for key in range(100)]
+SAMPLES = [SampledRow(key, 1) for key in range(100)]
 catalogs = st.lists(st.integers(0, 200 * MIB), max_size=30).map(
     lambda sizes: SourceCatalog(tables=tuple(table(n, size) for n, size in enumerate(sizes, 1)))
 )

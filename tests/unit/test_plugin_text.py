@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millrace.errors import FormatError
-from millrace.postgres import test_decoding, wal2json
-from millrace.postgres.pgoutput import UNCHANGED
-from millrace.postgres.plugin_change import BeginText, CommitText, RowText, TruncateText
+from millrace.postgres.pgoutput import test_decoding, wal2json
+from millrace.postgres.pgoutput.messages import UNCHANGED
+from millrace.postgres.pgoutput.plugin_change import BeginText, CommitText, RowText, TruncateText
 
 # Recorded from PostgreSQL 15 with include-xids, include-timestamp and skip-empty-xacts.
 TEST_DECODING = {

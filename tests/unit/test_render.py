@@ -3,43 +3,24 @@
 from __future__ import annotations
 
 import json
-from datetime import UTC, datetime
 from typing import Any
 
 import pyarrow as pa
 import pytest
+from tests.fixtures.change_rows import batch
 
-from millrace.change import SCHEMA
 from millrace.errors import FormatError
-from millrace.stream.render import SESSION, render_json, render_sql
-
-ROW: dict[str, Any] = {
-    "commit_lsn": 0x16B3748,
-    "end_lsn": 0x16B3780,
-    "lsn": 0x16B3700,
-    "position": 0,
-    "xid": 742,
-    "committed_at": datetime(2025, 5, 8, 12, 13, 14, tzinfo=UTC),
-    "schema": "s",
-    "table": "t",
-    "relation_oid": 16400,
-    "operation": "insert",
-    "replica_identity": "default",
-    "key": ["id"],
-    "old": None,
-    "new": [("id", "1"), ("v", "it's")],
-    "unchanged": [],
-    "options": None,
-}
+from millrace.sink.render import SESSION, JsonRenderer, Renderer, SqlRenderer
 
 
-def batch(*rows: dict[str, Any]) -> pa.RecordBatch:
-    return pa.RecordBatch.from_pylist([ROW | row for row in rows], SCHEMA)
+def lines_of(renderer: Renderer, *batches: pa.RecordBatch) -> list[str]:
+    lines = [line for one in batches for line in renderer.render(one)]
+    return [*lines, *renderer.end()]
 
 
 def sql(*rows: dict[str, Any]) -> list[str]:
     """The statements of one transaction, without what is around them."""
-    session, begin, *statements, commit = render_sql([batch(*rows)])
+    session, begin, *statements, commit = lines_of(SqlRenderer(), batch(*rows))
     assert session == SESSION
     assert begin.startswith("BEGIN;")
     assert commit.startswith("COMMIT;")
@@ -47,13 +28,10 @@ def sql(*rows: dict[str, Any]) -> list[str]:
 
 
 def test_transactions_begin_and_end_across_batches() -> None:
-    lines = list(
-        render_sql(
-            [
-                batch({}),
-                batch({"position": 1}, {"commit_lsn": 0x16B3800, "end_lsn": 0x16B3810, "xid": 743}),
-            ]
-        )
+    lines = lines_of(
+        SqlRenderer(),
+        batch({}),
+        batch({"position": 1}, {"commit_lsn": 0x16B3800, "end_lsn": 0x16B3810, "xid": 743}),
     )
     insert = 'INSERT INTO "s"."t" ("id", "v") OVERRIDING SYSTEM VALUE VALUES (\'1\', \'it\'\'s\');'
     assert lines == [
@@ -66,7 +44,7 @@ def test_transactions_begin_and_end_across_batches() -> None:
         insert,
         "COMMIT; -- xid 743, end 0/16B3810",
     ]
-    assert list(render_sql([])) == []
+    assert lines_of(SqlRenderer()) == []
 
 
 def test_updates_set_what_may_have_changed() -> None:
@@ -113,7 +91,8 @@ def test_a_row_that_can_not_be_named_is_an_error(row: dict[str, Any]) -> None:
 
 
 def test_json_has_a_line_for_each() -> None:
-    lines = [json.loads(line) for line in render_json([batch({}, {"operation": "update"})])]
+    printed = lines_of(JsonRenderer(), batch({}, {"operation": "update"}))
+    lines = [json.loads(line) for line in printed]
     assert [line["action"] for line in lines] == ["begin", "insert", "update", "commit"]
     assert lines[0] == {
         "action": "begin",

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from millrace.cli.asked import Asked
-from millrace.clone.requirements import parse_requirements, pin_versions, read_requirements
+from millrace.cli.command_options import CommandOptions
+from millrace.clone.schema.requirements import parse_requirements, pin_versions, read_requirements
 from millrace.errors import ConfigError, InvariantError
 
 DUMP = b"""
@@ -70,6 +70,8 @@ def test_dump_that_says_it_otherwise_is_an_error() -> None:
 def test_requirements_of_what_is_not_created_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "requirements.json"
     file.write_text("[]")
-    asked = Asked(source="dbname=a", target="dbname=b", skip_extensions=True, requirements=file)
+    asked = CommandOptions(
+        source="dbname=a", target="dbname=b", skip_extensions=True, requirements=file
+    )
     with pytest.raises(ConfigError, match="--skip-extensions and --requirements"):
         asked.settings()

@@ -8,7 +8,7 @@ from contextlib import closing
 from pathlib import Path
 
 from millrace.errors import WorkDirError
-from millrace.stream.sentinel import FILE, Sentinel, StreamSetup
+from millrace.workdir.sentinel import FILE, Sentinel, StreamSetup
 
 
 def test_what_is_set_is_read_by_others(tmp_path: Path) -> None:
@@ -98,3 +98,37 @@ def test_a_stream_from_before_there_was_a_choice_has_its_spool_in_files(tmp_path
         setup = sentinel.read_setup()
     assert setup is not None
     assert setup.spool == "files"
+
+
+def test_an_end_position_and_what_is_being_applied_never_cross(tmp_path: Path) -> None:
+    with Sentinel(tmp_path) as worker, Sentinel(tmp_path) as person:
+        assert worker.claim(100)
+        assert person.try_endpos(99) == 100
+        assert person.read().endpos is None
+        assert person.try_endpos(150) is None
+        assert worker.claim(150)
+        assert not worker.claim(151)
+        assert person.choose_endpos(120) == 150
+        assert person.choose_endpos(160) == 160
+        # The worker is gone, and had applied less than it was to.
+        worker.reset_claim(140)
+        assert person.try_endpos(145) is None
+
+
+def test_claims_and_end_positions_set_at_once_never_cross(tmp_path: Path) -> None:
+    claimed: list[int] = []
+
+    def claim() -> None:
+        with Sentinel(tmp_path) as sentinel:
+            lsn = 1
+            while sentinel.claim(lsn):
+                claimed.append(lsn)
+                lsn += 1
+
+    thread = threading.Thread(target=claim)
+    thread.start()
+    with Sentinel(tmp_path) as sentinel:
+        while len(claimed) < 20 or sentinel.try_endpos(len(claimed)) is not None:
+            pass
+        thread.join()
+        assert sentinel.read().endpos == claimed[-1]

@@ -24,7 +24,7 @@ from millrace.errors import (
     SnapshotLost,
     WorkDirError,
 )
-from millrace.postgres.connect import error_for
+from millrace.postgres.wire.connect import error_for
 from millrace.retry import ATTEMPTS, is_transient, is_transient_code, iter_pauses, with_retries
 
 SECRET = "s3cret"
@@ -54,7 +54,7 @@ def test_size_is_read_with_units_of_1024(text: str, size: int) -> None:
     "text", ["", "MB", "-1", "-1 MB", "1,5 GB", "1 XB", "1 MB 2", "nan", "1e9"]
 )
 def test_what_is_no_size_is_refused_with_a_hint(text: str) -> None:
-    with pytest.raises(ConfigError, match="not a size") as caught:
+    with pytest.raises(ConfigError, match="invalid size") as caught:
         parse_size(text)
     assert "250 MB" in caught.value.hint
 

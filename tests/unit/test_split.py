@@ -9,24 +9,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.clone.split import (
+from millrace.relation import Column, Part, SplitKey, Table
+from millrace.split.plan import (
     BLOCK_BYTES,
-    Sampled,
+    SampledRow,
     SplitSettings,
     plan_cuts,
     plan_part_count,
     plan_parts,
     plan_sample_percent,
 )
-from millrace.relation import Column, Part, SplitKey, Table
 
 MIB = 1024 * 1024
 LIMITS = [sign for bits in (16, 32, 64) for sign in (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)]
 
 keys = st.one_of(st.integers(-(2**63), 2**63 - 1), st.integers(-5, 5), st.sampled_from(LIMITS))
-samples_of_keys = st.lists(st.builds(Sampled, keys, st.integers(1, 100_000)), max_size=60)
+samples_of_keys = st.lists(st.builds(SampledRow, keys, st.integers(1, 100_000)), max_size=60)
 blocks = st.integers(0, 2**32 - 2)
-samples_of_blocks = st.lists(st.builds(Sampled, blocks, st.integers(1, 100_000)), max_size=60)
+samples_of_blocks = st.lists(st.builds(SampledRow, blocks, st.integers(1, 100_000)), max_size=60)
 counts = st.integers(2, 20)
 
 
@@ -67,7 +67,7 @@ def assert_in_one_part(parts: list[Part], key: int | None, bound: re.Pattern[str
 
 @given(samples_of_keys, counts)
 def test_cuts_rise_strictly_and_are_fewer_than_the_parts_asked_for(
-    samples: list[Sampled], count: int
+    samples: list[SampledRow], count: int
 ) -> None:
     cuts = plan_cuts(samples, count)
     assert all(a < b for a, b in itertools.pairwise(cuts))
@@ -77,7 +77,7 @@ def test_cuts_rise_strictly_and_are_fewer_than_the_parts_asked_for(
 
 @given(samples_of_keys, counts, st.booleans(), st.lists(keys))
 def test_every_integer_and_null_is_in_exactly_one_part(
-    samples: list[Sampled], count: int, nullable: bool, others: list[int]
+    samples: list[SampledRow], count: int, nullable: bool, others: list[int]
 ) -> None:
     split = table(split_key=SplitKey('odd "name', nullable))
     parts = plan_parts(split, cuts := plan_cuts(samples, count), samples)
@@ -93,7 +93,7 @@ def test_every_integer_and_null_is_in_exactly_one_part(
 
 @given(samples_of_blocks, counts, st.lists(blocks))
 def test_every_block_is_in_exactly_one_part(
-    samples: list[Sampled], count: int, others: list[int]
+    samples: list[SampledRow], count: int, others: list[int]
 ) -> None:
     parts = plan_parts(table(split_key=None), cuts := plan_cuts(samples, count), samples)
     if not cuts:
@@ -105,7 +105,7 @@ def test_every_block_is_in_exactly_one_part(
 
 @given(samples_of_keys, counts)
 def test_parts_are_numbered_and_each_starts_where_the_one_before_it_ends(
-    samples: list[Sampled], count: int
+    samples: list[SampledRow], count: int
 ) -> None:
     cuts = plan_cuts(samples, count)
     parts = plan_parts(table(), cuts, samples)
@@ -139,7 +139,7 @@ def test_rows_with_null_keys_belong_to_the_first_part_alone() -> None:
     ],
 )
 def test_skewed_keys_give_parts_of_about_equal_weight(name: str, all_keys: list[int]) -> None:
-    samples = [Sampled(key, 1) for key in all_keys]
+    samples = [SampledRow(key, 1) for key in all_keys]
     parts = plan_parts(table(), plan_cuts(samples, 8), samples)
     assert len(parts) == 8
     for part in parts:
@@ -147,15 +147,17 @@ def test_skewed_keys_give_parts_of_about_equal_weight(name: str, all_keys: list[
 
 
 def test_few_heavy_rows_weigh_as_much_as_many_light_ones() -> None:
-    samples = [Sampled(key, 10_000 if key < 100 else 100) for key in range(10_100)]
+    samples = [SampledRow(key, 10_000 if key < 100 else 100) for key in range(10_100)]
     parts = plan_parts(table(), plan_cuts(samples, 4), samples)
     for part in parts:
         assert part.estimated_bytes == pytest.approx(table().total_bytes / 4, rel=0.05)
 
 
-@given(st.lists(st.builds(Sampled, keys, st.integers(1, 1000)), unique_by=lambda s: s.key), counts)
+@given(
+    st.lists(st.builds(SampledRow, keys, st.integers(1, 1000)), unique_by=lambda s: s.key), counts
+)
 def test_no_part_is_heavier_than_its_share_and_the_heaviest_row(
-    samples: list[Sampled], count: int
+    samples: list[SampledRow], count: int
 ) -> None:
     cuts = plan_cuts(samples, count)
     weights = [0] * (len(cuts) + 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import pickle
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -22,11 +23,18 @@ from tests.fixtures.changes import (
 )
 
 from millrace.errors import FormatError, WorkDirError
-from millrace.postgres.pgoutput import encode_keepalive, scan
-from millrace.stream.segment import HEADER_BYTES, list_segments
-from millrace.stream.spool import FOLDER
-from millrace.stream.spool_reader import SpoolReader, prune
-from millrace.stream.spool_writer import SpoolWriter
+from millrace.postgres.pgoutput.messages import encode_keepalive, scan
+from millrace.spool.interface import FOLDER
+from millrace.spool.reader import SpoolReader, prune
+from millrace.spool.segment import (
+    HEADER_BYTES,
+    VERSION,
+    SegmentFile,
+    SegmentReader,
+    encode_header,
+    list_segments,
+)
+from millrace.spool.writer import SpoolWriter
 
 SMALL = 4096
 
@@ -250,6 +258,44 @@ def test_a_damaged_middle_is_an_error_that_names_file_and_offset(tmp_path: Path)
         SpoolWriter(tmp_path)
 
 
+def test_a_segment_that_vanished_between_others_is_an_error(tmp_path: Path) -> None:
+    """Not for the writer alone: to a reader its transactions would just not be there."""
+    _fill(tmp_path, _numbered(100))
+    files = list_segments(tmp_path / FOLDER)
+    assert len(files) > 3
+    reader = SpoolReader(tmp_path)
+    assert len(list(_iter_ranges(reader))) > 1
+    files[1].path.unlink()
+    asks: list[Callable[[SpoolReader], object]] = [
+        lambda spool: list(_iter_ranges(spool)),
+        lambda spool: spool.bytes_after(0),
+        SpoolReader.last_end_lsn,
+        SpoolReader.extent,
+    ]
+    for ask in asks:
+        for spool in (reader, SpoolReader(tmp_path)):
+            with pytest.raises(FormatError, match="a segment of the spool is missing") as caught:
+                ask(spool)
+            assert files[0].path.name in caught.value.message
+            assert files[2].path.name in caught.value.message
+
+
+def _iter_ranges(reader: SpoolReader) -> Iterator[int]:
+    position = 0
+    while (found := reader.plan(position, 1000)) is not None:
+        yield found.transactions
+        position = found.end_lsn
+
+
+@pytest.mark.parametrize("harm", [_remove_index, _tear_index, _damage_index, _empty_index])
+def test_a_harmed_index_between_others_hides_nothing(
+    tmp_path: Path, harm: Callable[[Path], None]
+) -> None:
+    _fill(tmp_path, _numbered(100))
+    harm(list_segments(tmp_path / FOLDER)[1].index_path)
+    assert sum(_iter_ranges(SpoolReader(tmp_path))) == 100
+
+
 def test_damage_in_the_newest_segment_is_no_torn_tail(tmp_path: Path) -> None:
     _fill(tmp_path, _numbered(5), segment_bytes=1 << 20)
     (file,) = list_segments(tmp_path / FOLDER)
@@ -271,6 +317,46 @@ def test_a_file_shorter_than_its_index_is_damaged(tmp_path: Path) -> None:
     file.path.write_bytes(file.path.read_bytes()[:-10])
     with pytest.raises(FormatError, match="is damaged: expected 10 more bytes"):
         SpoolWriter(tmp_path)
+
+
+@pytest.mark.parametrize("which", [0, 1, -1])
+@pytest.mark.parametrize("has_index", [True, False])
+def test_segments_of_another_version_are_refused_and_left_alone(
+    tmp_path: Path, which: int, has_index: bool
+) -> None:
+    """Not taken for a torn tail, which would be cut; nor for a spool without transactions."""
+    _fill(tmp_path, _numbered(100))
+    file = list_segments(tmp_path / FOLDER)[which]
+    newer = _in_version(file, VERSION + 1)
+    if not has_index:
+        file.index_path.write_bytes(b"of another layout")
+    before = {path.name: path.read_bytes() for path in (tmp_path / FOLDER).iterdir()}
+    assert before[file.path.name] == newer
+    asks: list[Callable[[], object]] = [
+        lambda: SpoolWriter(tmp_path, segment_bytes=SMALL),
+        lambda: list(_iter_ranges(SpoolReader(tmp_path))),
+        lambda: SpoolReader(tmp_path).bytes_after(0),
+        lambda: SpoolReader(tmp_path).last_end_lsn(),
+        lambda: SpoolReader(tmp_path).extent(),
+    ]
+    for ask in asks:
+        with pytest.raises(FormatError, match="expected version 1 of the spool's format, found 2"):
+            ask()
+    assert before == {path.name: path.read_bytes() for path in (tmp_path / FOLDER).iterdir()}
+
+
+def _in_version(file: SegmentFile, version: int) -> bytes:
+    """The segment as a program of that version would have written it."""
+    data = b""
+    with SegmentReader(file) as reader:
+        for block in reader.iter_blocks(file.position, reader.end):
+            header = bytearray(encode_header(block.kind, block.lsn, block.position, b""))
+            header[4:6] = version.to_bytes(2)
+            header[8:12], header[12:16] = len(block.payload).to_bytes(4), bytes(4)
+            header[12:16] = zlib.crc32(block.payload, zlib.crc32(header)).to_bytes(4)
+            data += header + block.payload
+    file.path.write_bytes(data)
+    return data
 
 
 def test_every_single_wrong_byte_is_noticed(tmp_path: Path) -> None:
@@ -401,17 +487,113 @@ def test_many_small_commits_are_indexed_fast_enough(tmp_path: Path) -> None:
     assert found.transactions == 20_000
 
 
-def test_a_disk_that_fails_is_told_with_what_to_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def _failing(number: int) -> Callable[..., None]:
+    def fail(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
+@pytest.mark.parametrize("soon", [False, True], ids=["waited for", "in the background"])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO], ids=["full", "broken"])
+def test_what_an_fsync_failed_for_is_never_called_stored(
+    tmp_path: Path, number: int, soon: bool
 ) -> None:
-    def fail(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    """A second fsync would succeed, and the bytes can still be read: both mean nothing."""
+    first, second, third = _numbered(3)
+    with SpoolWriter(tmp_path) as writer:
+        append(writer, first.frames())
+        writer.sync()
+        append(writer, second.frames())
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "fdatasync", _failing(number))
+            if soon:
+                writer.sync_soon()
+            with pytest.raises(WorkDirError, match=os.strerror(number)) as caught:
+                writer.sync()
+        assert "run the same command again" in caught.value.hint
+        assert ("at least 64 MB" in caught.value.hint) == (number == errno.ENOSPC)
+        # The disk is well again, but this writer has lost its trust.
+        for more in (writer.sync, writer.sync_soon, lambda: append(writer, third.frames())):
+            with pytest.raises(WorkDirError):
+                more()
+        assert writer.durable_lsn == first.end_lsn
+    with SpoolWriter(tmp_path) as writer:
+        assert writer.durable_lsn == first.end_lsn
+        append(writer, second.frames())
+        append(writer, third.frames())
+        writer.sync()
+    assert read_all(tmp_path) == join([first, second, third])
+
+
+def test_index_that_could_not_be_stored_leaves_the_transactions(tmp_path: Path) -> None:
+    """A reader may have seen them."""
+    first, second = _numbered(2)
+    calls = []
+
+    def fail_second(descriptor: int) -> None:
+        calls.append(descriptor)
+        if len(calls) == 2:
+            _failing(errno.EIO)()
 
     with SpoolWriter(tmp_path) as writer:
-        append(writer, Transaction(1).frames())
-        monkeypatch.setattr(os, "fdatasync", fail)
-        with pytest.raises(WorkDirError, match="No space left on device") as caught:
-            writer.sync()
-        assert "free disk space" in (caught.value.hint or "")
-        assert writer.durable_lsn == 0
-        monkeypatch.undo()
+        append(writer, first.frames())
+        writer.sync()
+        append(writer, second.frames())
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "fdatasync", fail_second)
+            with pytest.raises(WorkDirError):
+                writer.sync()
+        assert writer.durable_lsn == first.end_lsn
+    with SpoolWriter(tmp_path) as writer:
+        assert writer.durable_lsn == second.end_lsn
+    assert read_all(tmp_path) == join([first, second])
+
+
+@pytest.mark.parametrize("allowed", range(0, 3 * SMALL, 331))
+def test_disk_that_fills_up_anywhere_loses_nothing_that_was_stored(
+    tmp_path: Path, allowed: int
+) -> None:
+    transactions = _numbered(20, rows=4)
+    left = [allowed]
+
+    def writev(descriptor: int, parts: tuple[bytes, memoryview]) -> int:
+        data = b"".join(parts)
+        size = min(len(data), left[0])
+        if not size:
+            _failing(errno.ENOSPC)()
+        left[0] -= size
+        return os.write(descriptor, data[:size])
+
+    def write(descriptor: int, data: memoryview) -> int:
+        return _failing(errno.ENOSPC)() or 0
+
+    stored = 0
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        SpoolWriter(tmp_path, segment_bytes=SMALL) as writer,
+    ):
+        patch.setattr("millrace.spool.writer.os", _Disk(writev, write))
+        try:
+            for transaction in transactions:
+                append(writer, transaction.frames())
+                stored = writer.sync()
+        except WorkDirError:
+            assert writer.durable_lsn == stored
+    with SpoolWriter(tmp_path, segment_bytes=SMALL) as writer:
+        assert writer.durable_lsn >= stored
+        for transaction in transactions:
+            if transaction.end_lsn > writer.last_end_lsn:
+                append(writer, transaction.frames())
+        writer.sync()
+    assert read_all(tmp_path) == join(transactions)
+
+
+class _Disk:
+    """The module os, on a disk of its own."""
+
+    def __init__(self, writev: Callable[..., int], write: Callable[..., int]) -> None:
+        self.writev, self.write = writev, write
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(os, name)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from millrace.clone.progress import RunningCopy, part_label, weigh_copies
-from millrace.clone.standing import Count, read_standing
+from millrace.clone.status import Count, read_standing
 from millrace.errors import WorkDirError
 from millrace.relation import (
     Column,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from millrace.stream.truncate import covering_condition
+from millrace.apply.truncate import covering_condition
 
 
 def _hash(modulus: int, remainder: int, values: str = "id") -> str:

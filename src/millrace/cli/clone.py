@@ -5,21 +5,22 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 
-from millrace.cli.asked import Asked
 from millrace.cli.clone_all import clone_all
+from millrace.cli.command_options import CommandOptions, command
 from millrace.cli.display import open_display, print_summary
 from millrace.cli.follow import open_follow_display, print_follow
 from millrace.cli.plan import print_plan
 from millrace.clone.run import CloneResult, dry_run
 from millrace.clone.run import clone as run_clone
 from millrace.clone.settings import CloneSettings
+from millrace.follow.settings import SlotSettings
 from millrace.log import setup_logging
-from millrace.lsn import parse_lsn
+from millrace.snapshot.holder import read_held
 from millrace.spark.session import parse_conf
-from millrace.stream.settings import SlotSettings
 
 
-def clone(asked: Asked) -> None:
+@command
+def clone(asked: CommandOptions) -> None:
     """Copy a whole database under one snapshot.
 
     Schema, rows, indexes, constraints, sequences, large objects: everything the source
@@ -37,7 +38,8 @@ def clone(asked: Asked) -> None:
     runs, and applied after it, until the end position.
 
     Exit codes: 2 wrong option, 3 a server is not ready (preflight), 4 work directory,
-    5 a server failed, 7 a change could not be applied, 70 a bug.
+    5 a server failed, 7 a change could not be applied, 9 (with --follow) tables are not proved to
+    be equal at the end, 70 a bug.
     """
     setup_logging(verbose=asked.verbose, quiet=asked.quiet, as_json=asked.log_json)
     settings = asked.settings()
@@ -52,29 +54,35 @@ def clone(asked: Asked) -> None:
         run_and_tell(asked, settings)
 
 
-def _clone_and_follow(asked: Asked, settings: CloneSettings) -> None:
+def _clone_and_follow(asked: CommandOptions, settings: CloneSettings) -> None:
     # Numba takes half a second: only those who need it wait for it.
-    from millrace.stream.clone_follow import clone_and_follow
+    from millrace.follow.clone_follow import clone_and_follow
 
     def tell(result: CloneResult) -> None:
         if result.summary is not None and not asked.as_json and not asked.quiet:
             print_summary(result.summary)
 
-    slot = SlotSettings(asked.slot_name, asked.plugin, asked.spool)
+    slot = SlotSettings(
+        asked.slot_name,
+        asked.plugin,
+        asked.spool,
+        timeout_seconds=asked.slot_timeout or None,
+        identity_full=asked.replica_identity_full,
+    )
     follow_settings = asked.follow_settings()
-    endpos = parse_lsn(asked.endpos) if asked.endpos else None
     with (
         asked.engine() as engine,
-        open_follow_display(quiet=asked.quiet, metrics_port=asked.metrics_port) as display,
+        open_follow_display(
+            quiet=asked.quiet, metrics_port=asked.metrics_port, metrics_host=asked.metrics_host
+        ) as display,
     ):
-        result = clone_and_follow(
-            settings, follow_settings, slot, engine, display, on_cloned=tell, endpos=endpos
-        )
+        result = clone_and_follow(settings, follow_settings, slot, engine, display, on_cloned=tell)
     print_follow(result, as_json=asked.as_json, quiet=asked.quiet)
 
 
-def run_and_tell(asked: Asked, settings: CloneSettings) -> None:
+def run_and_tell(asked: CommandOptions, settings: CloneSettings) -> None:
     """Do it, and print what was done."""
+    _check_stream(settings)
     with asked.engine() as engine, open_display(quiet=asked.quiet) as display:
         result = run_clone(settings, engine, display)
     if result.summary is None:
@@ -83,3 +91,15 @@ def run_and_tell(asked: Asked, settings: CloneSettings) -> None:
         print(json.dumps(asdict(result.summary), default=str))
     elif not asked.quiet:
         print_summary(result.summary)
+
+
+def _check_stream(settings: CloneSettings) -> None:
+    """A copy under the snapshot of a slot is to be followed: what would hinder that is told soon,
+    and not after hours of copying."""
+    held = read_held(settings.directory)
+    if held is not None and held.slot is not None:
+        # Numba takes half a second: only those who need it wait for it.
+        from millrace.follow.setup import require_place, require_silence
+
+        require_silence(settings.target)
+        require_place(settings.route)

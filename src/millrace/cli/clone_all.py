@@ -9,7 +9,7 @@ from dataclasses import asdict
 from rich.table import Table
 from rich.text import Text
 
-from millrace.cli.asked import Asked
+from millrace.cli.command_options import CommandOptions
 from millrace.cli.display import console, open_display, print_summary, render_seconds
 from millrace.cli.plan import plan_as_dict, print_plan
 from millrace.clone.databases import plan_databases, prepare_target, read_missing
@@ -22,12 +22,12 @@ from millrace.errors import ConfigError, MillraceError
 log = logging.getLogger(__name__)
 
 
-def clone_all(asked: Asked, settings: CloneSettings) -> None:
+def clone_all(asked: CommandOptions, settings: CloneSettings) -> None:
     """One clone after the other, with one Spark; stops at the first that fails."""
     for given, option in ((asked.follow, "--follow"), (asked.snapshot, "--snapshot")):
         if given:
             raise ConfigError(
-                f"--all-databases and {option} exclude each other",
+                f"--all-databases and {option} cannot be used together",
                 hint="a slot and a snapshot belong to one database: clone that by itself",
             )
     databases = plan_databases(settings)
@@ -56,7 +56,9 @@ def clone_all(asked: Asked, settings: CloneSettings) -> None:
         _print_databases(databases, summaries)
 
 
-def _print_plans(asked: Asked, databases: dict[str, CloneSettings], missing: list[str]) -> None:
+def _print_plans(
+    asked: CommandOptions, databases: dict[str, CloneSettings], missing: list[str]
+) -> None:
     """A database that is not there yet can't be checked, and has no plan."""
     plans = {name: dry_run(one) for name, one in databases.items() if name not in missing}
     if asked.as_json:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Collection
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -13,17 +15,20 @@ from rich.text import Text
 
 from millrace.cli import options
 from millrace.cli.display import console, render_seconds
-from millrace.clone.compare import Compared, RowDifference
-from millrace.clone.compare_run import MOST_ROWS, CompareSettings, compare_data, compare_schema
-from millrace.clone.compare_schema import (
+from millrace.clone.directory import read_naming
+from millrace.compare.run import MOST_ROWS, CompareSettings, compare_data, compare_schema
+from millrace.compare.schema import (
     ACL_PROPERTIES,
     OWNER_PROPERTIES,
     POSITION_PROPERTIES,
     Difference,
     SchemaComparison,
 )
+from millrace.compare.task import RowDifference, TableComparison
 from millrace.errors import MismatchError
 from millrace.log import setup_logging
+from millrace.name import Naming, parse_renames
+from millrace.route import Route
 from millrace.spark.session import Engine, default_master, parse_conf
 
 app = typer.Typer(help="Compare source and target.", no_args_is_help=True)
@@ -33,15 +38,28 @@ VALUE_CHARACTERS = 60
 LEAD_CHARACTERS = 15
 
 
+CopyDirectory = Annotated[
+    Path | None,
+    typer.Option(
+        "--dir",
+        metavar="PATH",
+        help="Take --rename-schema from the copy in this work directory.",
+        show_default=False,
+    ),
+]
+
+
 @app.command("schema")
 def schema(
     source: options.Source = "",
     target: options.Target = "",
     filters: options.Filters = None,
-    no_owner: Annotated[bool, typer.Option("--no-owner", help="Leave out who owns what.")] = False,
-    no_acl: Annotated[bool, typer.Option("--no-acl", help="Leave out grants.")] = False,
+    rename_schema: options.RenameSchema = [],  # noqa: B006 (typer's way)
+    directory: CopyDirectory = None,
+    no_owner: Annotated[bool, typer.Option("--no-owner", help="Do not compare owners.")] = False,
+    no_acl: Annotated[bool, typer.Option("--no-acl", help="Do not compare grants.")] = False,
     no_positions: Annotated[
-        bool, typer.Option("--no-positions", help="Leave out where sequences stand.")
+        bool, typer.Option("--no-positions", help="Do not compare the values of sequences.")
     ] = False,
     as_json: options.AsJson = False,
     verbose: options.Verbose = 0,
@@ -60,10 +78,13 @@ def schema(
         | (POSITION_PROPERTIES if no_positions else frozenset())
     )
     found = compare_schema(
-        options.parse_dsn(source, "source"),
-        options.parse_dsn(target, "target"),
+        Route(
+            options.parse_dsn(source, "source"),
+            options.parse_dsn(target, "target"),
+            filters=options.read_rules(filters),
+            naming=_naming(rename_schema, directory),
+        ),
         leave_out,
-        options.read_rules(filters),
     )
     if as_json:
         print(json.dumps(asdict(found) | {"equal": found.is_equal}, default=str))
@@ -74,6 +95,7 @@ def schema(
         raise MismatchError(
             f"{len(names)} objects differ: {', '.join(names[:5])}",
             hint="leave out what may differ: --no-owner, --no-acl, --no-positions",
+            is_printed=True,
         )
 
 
@@ -82,15 +104,17 @@ def data(
     source: options.Source = "",
     target: options.Target = "",
     filters: options.Filters = None,
+    rename_schema: options.RenameSchema = [],  # noqa: B006 (typer's way)
+    directory: CopyDirectory = None,
     table: Annotated[
         list[str],
-        typer.Option("--table", metavar="SCHEMA.NAME", help="Only this table; may be given again."),
+        typer.Option("--table", metavar="SCHEMA.NAME", help="Only this table; may be repeated."),
     ] = [],  # noqa: B006 (typer's way)
     rows: Annotated[
-        bool, typer.Option("--rows", help="Name the rows that differ, by their keys.")
+        bool, typer.Option("--rows", help="List the rows that differ, by key.")
     ] = False,
     most_rows: Annotated[
-        int, typer.Option(min=1, help="Name at most so many rows of each table.")
+        int, typer.Option(min=1, help="Maximum number of rows to list for each table.")
     ] = MOST_ROWS,
     jobs: Annotated[int, typer.Option(min=1, help="Parts compared at once.")] = 4,
     snapshot: Annotated[
@@ -110,14 +134,17 @@ def data(
     """
     setup_logging(verbose=verbose, quiet=quiet)
     settings = CompareSettings(
-        options.parse_dsn(source, "source"),
-        options.parse_dsn(target, "target"),
+        Route(
+            options.parse_dsn(source, "source"),
+            options.parse_dsn(target, "target"),
+            filters=options.read_rules(filters),
+            naming=_naming(rename_schema, directory),
+        ),
         jobs,
         snapshot or None,
         rows,
         most_rows,
         tuple(table),
-        options.read_rules(filters),
     )
     began = time.monotonic()
     with Engine(master or default_master(jobs), parse_conf(conf)) as engine:
@@ -131,17 +158,27 @@ def data(
     raise_difference(found)
 
 
-def raise_difference(found: list[Compared]) -> None:
-    """MismatchError if any table differs."""
-    different = [one.label for one in found if not one.is_equal]
+def _naming(renames: list[str], directory: Path | None) -> Naming:
+    """The one given, or that of the copy."""
+    if renames or directory is None:
+        return parse_renames(renames)
+    return read_naming(directory)
+
+
+def raise_difference(found: list[TableComparison], accepted: Collection[str] = ()) -> None:
+    """MismatchError if any table differs that may not."""
+    different = [o.label for o in found if not o.is_equal and o.label not in accepted]
     if different:
         raise MismatchError(
             f"{len(different)} of {len(found)} tables differ: {', '.join(different[:5])}",
             hint="rows may have changed since: compare under the snapshot of the copy (--snapshot)",
+            is_printed=True,
         )
 
 
-def print_compared(found: list[Compared], *, every: bool = True, with_rows: bool = False) -> None:
+def print_compared(
+    found: list[TableComparison], *, every: bool = True, with_rows: bool = False
+) -> None:
     """A line for each table, and one for each row that was named."""
     listed = [one for one in found if every or not one.is_equal]
     if not listed:
@@ -162,11 +199,11 @@ def print_compared(found: list[Compared], *, every: bool = True, with_rows: bool
         _print_rows(listed)
 
 
-def _verdict(one: Compared) -> str:
+def _verdict(one: TableComparison) -> str:
     return one.problem or (one.error.message if one.error else "differs")
 
 
-def _print_rows(found: list[Compared]) -> None:
+def _print_rows(found: list[TableComparison]) -> None:
     if not any(one.rows for one in found):
         return
     listing = Table()
@@ -182,13 +219,13 @@ def _print_rows(found: list[Compared]) -> None:
     console().print(listing)
 
 
-def _render_key(one: Compared, row: RowDifference) -> str:
+def _render_key(one: TableComparison, row: RowDifference) -> str:
     if not one.key:
         return f"no key; hash {row.key[0]}"
     return ", ".join(f"{name}={value}" for name, value in zip(one.key, row.key, strict=True))
 
 
-def _data_summary(found: list[Compared], seconds: float) -> str:
+def _data_summary(found: list[TableComparison], seconds: float) -> str:
     rows = sum(one.source.rows for one in found if one.source)
     different = sum(not one.is_equal for one in found)
     verdict = f"{different} of {len(found)} tables differ" if different else "equal"

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import typer
 
-from millrace.cli.asked import Asked, command
 from millrace.cli.clone import run_and_tell
+from millrace.cli.command_options import CommandOptions, command
 from millrace.clone import step
 from millrace.clone.step import Step
 from millrace.log import setup_logging
@@ -47,16 +47,16 @@ CONSTRAINING = (*BUILDING, "restore_jobs")
 HELP = """{text}
 
 Works in the run of --dir: what is done already is left alone. Commands that share a
-directory must read the same snapshot: hold one with `millrace snapshot`, or say
---not-consistent if nobody writes to the source. They must say the same, too, about what is
-copied: --filters, --no-owner and the like.
+directory must read rows under the same snapshot: hold one with `millrace snapshot`, or say
+--not-consistent if nobody writes to the source. Those that copy no rows need none, once the
+run has begun. All must say the same about what is copied: --filters, --no-owner and the like.
 """
 
 
 def _add(app: typer.Typer, name: str, steps: frozenset[Step], text: str, *takes: str) -> None:
     """A command that does these steps in the work directory's run."""
 
-    def body(asked: Asked) -> None:
+    def body(asked: CommandOptions) -> None:
         setup_logging(verbose=asked.verbose, quiet=asked.quiet, as_json=asked.log_json)
         run_and_tell(asked, asked.settings(steps))
 

@@ -7,8 +7,9 @@ they were asked to stay.
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,18 +20,20 @@ import typer
 from millrace.cli import options
 from millrace.cli.compare import raise_difference
 from millrace.cli.display import print_summary, render_seconds
-from millrace.cli.follow import open_follow_display
-from millrace.clone.compare_run import CompareSettings
+from millrace.cli.follow import open_follow_display, raise_refused
 from millrace.clone.run import CloneResult, in_thread
 from millrace.clone.settings import CloneSettings
-from millrace.clone.split import SplitSettings
+from millrace.compare.run import CompareSettings
 from millrace.config.dsn import Dsn
 from millrace.demo.shop import Writers, create_shop
-from millrace.log import setup_logging
+from millrace.follow.settings import FollowSettings, SlotSettings
+from millrace.log import LogSettings, setup_logging
 from millrace.lsn import render_lsn
-from millrace.postgres.embedded import open_cluster
+from millrace.postgres.program.embedded import open_cluster
+from millrace.postgres.wire.connect import resolve
+from millrace.route import Route
 from millrace.spark.session import Engine, default_master
-from millrace.stream.settings import FollowSettings, LogSettings, SlotSettings
+from millrace.split.plan import SplitSettings
 
 SOURCE_VERSION = 16
 TARGET_VERSION = 18
@@ -38,14 +41,20 @@ JOBS = 4
 SPLIT_BYTES = 64 * 1024 * 1024
 # How long changes are followed before the cut-over.
 FOLLOW_SECONDS = 8.0
+# How long following may take to end once Spark is gone: to stop the receiver, above all.
+END_SECONDS = 60.0
+
+app = typer.Typer()
 
 
+@app.callback(invoke_without_command=True)
 def demo(
+    context: typer.Context,
     megabytes: Annotated[
         int, typer.Option(min=5, max=100_000, help="Size of the shop database.")
     ] = 300,
     keep: Annotated[
-        bool, typer.Option("--keep", help="Leave the servers up until Ctrl-C.")
+        bool, typer.Option("--keep", help="Keep the servers running until Ctrl-C.")
     ] = False,
     verbose: options.Verbose = 0,
     quiet: options.Quiet = False,
@@ -56,6 +65,8 @@ def demo(
     snapshot, applies what the writers change meanwhile, then stops them, cuts over and compares
     every table. Needs no PostgreSQL, no Docker and no root.
     """
+    if context.invoked_subcommand is not None:
+        return
     setup_logging(verbose=verbose, quiet=quiet or not verbose)
     settings = {"max_wal_size": "4GB"}
     with ExitStack() as stack:
@@ -80,20 +91,20 @@ def _migrate(
 ) -> None:
     """Clone, follow, cut over."""
     # Numba takes half a second: only those who need it wait for it.
-    from millrace.stream.clone_follow import clone_and_follow
-    from millrace.stream.cutover import cutover
+    from millrace.follow.clone_follow import clone_and_follow
+    from millrace.follow.cutover import cutover
 
-    source, target = Dsn.parse(source_uri), Dsn.parse(target_uri)
+    source, target = resolve(Dsn.parse(source_uri)), resolve(Dsn.parse(target_uri))
     clone_settings = CloneSettings(
-        source, target, directory, table_jobs=JOBS, split=SplitSettings(SPLIT_BYTES)
+        Route(source, target, directory), table_jobs=JOBS, split=SplitSettings(SPLIT_BYTES)
     )
-    settings = FollowSettings(source, target, directory, log=LogSettings(quiet=True))
+    settings = FollowSettings(Route(source, target, directory), log=LogSettings(quiet=True))
     cloned: Future[CloneResult] = Future()
     with (
+        _ended_after() as threads,
         Engine(default_master(2 * JOBS), log_path=directory / "spark.log", streams=True) as engine,
         open_follow_display(quiet=quiet, metrics_port=None) as display,
     ):
-        # Nobody waits for it to end: when we leave early, Spark and the servers go, and so does it.
         following = in_thread(
             partial(
                 clone_and_follow,
@@ -105,6 +116,7 @@ def _migrate(
                 on_cloned=cloned.set_result,
             )
         )
+        threads.append(following)
         either: list[Future[Any]] = [cloned, following]
         wait(either, return_when=FIRST_COMPLETED)
         if not cloned.done():
@@ -116,10 +128,11 @@ def _migrate(
         wait([following], timeout=FOLLOW_SECONDS)
         writers.close()
         say(f"writers stopped after {writers.committed:,} transactions; cutting over")
-        compare = CompareSettings(source, target, JOBS)
+        compare = CompareSettings(Route(source, target), JOBS)
         result = cutover(settings, compare, engine, display)
         followed = following.result()
     raise_difference(result.compared)
+    raise_refused(result.refused + followed.refused)
     rows = sum(one.source.rows for one in result.compared if one.source)
     say(
         f"equal at {render_lsn(result.endpos)}: {len(result.compared)} tables, {rows:,} rows, "
@@ -127,6 +140,17 @@ def _migrate(
         f"{followed.applied.changes:,} changes were applied after the snapshot; the cut-over took "
         f"{render_seconds(result.seconds)}"
     )
+
+
+@contextmanager
+def _ended_after() -> Iterator[list[Future[Any]]]:
+    """Wait for these at the end: when we leave early Spark goes, which stops them, and they clean
+    up on servers that are still there."""
+    threads: list[Future[Any]] = []
+    try:
+        yield threads
+    finally:
+        wait(threads, timeout=END_SECONDS)
 
 
 def _wait_for_a_person(source_uri: str, target_uri: str) -> None:

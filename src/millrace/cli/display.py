@@ -20,14 +20,16 @@ from rich.text import Text
 from millrace.clone.progress import Progress, RunningCopy, RunningIndex
 from millrace.clone.summary import Summary
 from millrace.config.size import render_size
+from millrace.follow.progress import FollowProgress, SourceProgress
 from millrace.lsn import render_lsn
-from millrace.stream.progress import FollowProgress
 
 log = logging.getLogger(__name__)
 
 LINES_EVERY_SECONDS = 5.0
 # Running copies and indexes listed one by one; more are counted.
 LISTED = 8
+# A slot that may be lost sooner, at the present rate, is mentioned.
+LOST_SHOWN_SECONDS = 86400.0
 
 
 def open_display(*, quiet: bool) -> Display:
@@ -52,7 +54,7 @@ class Display(AbstractContextManager["Display"]):
         """Take note of where the run stands."""
 
     def update_follow(self, progress: FollowProgress) -> None:
-        """Take note of where the stream stands."""
+        """Take note of how far the stream is."""
 
 
 class LineDisplay(Display):
@@ -132,18 +134,52 @@ def render_follow(progress: FollowProgress) -> str:
         f"applied {render_lsn(progress.applied_lsn)}",
         f"{progress.changes_per_second:,.0f} changes/s",
     ]
-    if progress.lag_bytes:
-        behind = f"{render_size(progress.lag_bytes)} and {render_seconds(progress.lag_seconds)}"
-        parts.append(f"{behind} behind")
-        if progress.seconds_left is not None:
-            parts.append(f"{render_seconds(progress.seconds_left)} to catch up")
-    else:
-        parts.append("nothing to apply")
+    parts += _lag(progress)
     if not progress.is_applying:
         parts.append("apply is off")
     if progress.endpos is not None:
         parts.append(f"ends at {render_lsn(progress.endpos)}")
     return ", ".join(parts)
+
+
+def _lag(progress: FollowProgress) -> list[str]:
+    """How far it is behind the source; silence is said as such."""
+    source = progress.source
+    if source.held:
+        parts = [f"holding back: {source.held}"]
+    elif source.is_silent:
+        return [source.describe_silence()]
+    else:
+        parts = []
+    if progress.lag_bytes is None:
+        return [*parts, "the source's position is not known yet"]
+    if progress.lag_bytes:
+        behind = render_seconds(progress.lag_seconds or 0.0)
+        parts.append(f"{render_size(progress.lag_bytes)} and {behind} behind")
+        if progress.seconds_left is not None:
+            parts.append(f"{render_seconds(progress.seconds_left)} to catch up")
+    elif source.is_out_of_reach:
+        parts.append("the source can't be asked for its position")
+    else:
+        parts.append("nothing to apply")
+    lost = source.seconds_until_lost
+    if lost is not None and lost < LOST_SHOWN_SECONDS:
+        parts.append(f"the slot is lost in {render_seconds(lost)}")
+    return parts
+
+
+def _slot_line(source: SourceProgress) -> str:
+    contact = ""
+    if source.contact_seconds is not None:
+        contact = f", heard {render_seconds(source.contact_seconds)} ago"
+    if not source.wal_status:
+        return f"  source: not asked yet{contact}"
+    text = f"  source: at {render_lsn(source.wal_lsn or 0)}{contact}; slot {source.wal_status}"
+    if source.retained_bytes is not None:
+        text += f", keeps {render_size(source.retained_bytes)} of WAL"
+    if source.safe_wal_bytes is not None:
+        text += f", {render_size(source.safe_wal_bytes)} left until it is lost"
+    return text
 
 
 def render_follow_block(progress: FollowProgress) -> Group:
@@ -155,6 +191,7 @@ def render_follow_block(progress: FollowProgress) -> Group:
             + (f", {progress.skipped:,} skipped" if progress.skipped else "")
             + (f", {progress.overwritten:,} overwritten" if progress.overwritten else "")
         ),
+        Text(_slot_line(progress.source)),
     )
 
 

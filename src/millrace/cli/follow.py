@@ -6,36 +6,43 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from millrace.cli import options
-from millrace.cli.asked import Asked
+from rich.text import Text
+
+from millrace.cli.command_options import CommandOptions, command
 from millrace.cli.compare import print_compared, raise_difference
 from millrace.cli.display import Display, console, open_display, render_seconds
-from millrace.clone.compare_run import CompareSettings
 from millrace.clone.progress import Progress
-from millrace.errors import WorkDirError
+from millrace.compare.run import CompareSettings
+from millrace.errors import MismatchError, WorkDirError
+from millrace.follow.audit.finding import LARGE_OBJECTS, Finding
+from millrace.follow.metrics import StreamMetrics, serve_metrics
+from millrace.follow.progress import FollowProgress, FollowResult
+from millrace.follow.settings import LOOPBACK
 from millrace.log import setup_logging
-from millrace.lsn import parse_lsn, render_lsn
+from millrace.lsn import render_lsn
 from millrace.spark.session import Engine
-from millrace.stream.metrics import Metrics, serve_metrics
-from millrace.stream.progress import FollowProgress, FollowResult
-from millrace.stream.sentinel import Sentinel
 
 if TYPE_CHECKING:
-    from millrace.stream.cutover import CutoverResult
+    from millrace.follow.cutover import CutoverResult
 
 _ENDS = (
     "source", "target", "directory", "filters", "apply_jobs", "master", "conf",
-    "as_json", "verbose", "quiet", "log_json",
+    "accept_unfollowed", "as_json", "verbose", "quiet", "log_json",
 )  # fmt: skip
-APPLY_OPTIONS = (*_ENDS, "endpos", "on_conflict", "keep_spool", "metrics_port")
-FOLLOW_OPTIONS = (*APPLY_OPTIONS, "max_spool", "max_slot_lag", "batches_from", "no_binary")
-CUTOVER_OPTIONS = (*_ENDS, "compare_jobs", "rows")
+_APPLY_OPTIONS = (
+    *_ENDS, "endpos", "on_conflict", "keep_spool", "sequence_interval", "metrics_port",
+    "metrics_host",
+)  # fmt: skip
+_FOLLOW_OPTIONS = (*_APPLY_OPTIONS, "max_spool", "max_slot_lag", "batches_from", "no_binary")
+_CUTOVER_OPTIONS = (*_ENDS, "compare_jobs", "rows")
 
 
-def follow(asked: Asked) -> None:
+@partial(command, names=_FOLLOW_OPTIONS)
+def follow(asked: CommandOptions) -> None:
     """Apply every change of the source since the snapshot, until the end position.
 
     Goes on with the stream of the work directory, which `millrace clone --follow`, `millrace
@@ -44,78 +51,90 @@ def follow(asked: Asked) -> None:
     nothing is lost and nothing applied twice.
 
     Steer it from another terminal with `millrace stream sentinel`; end it with `millrace
-    cutover`.
+    cutover`. At the end position the target's sequences are set as they are on the source.
 
     Exit codes: 2 wrong option, 4 work directory, 5 a server failed or the slot is lost, 7 a change
-    could not be applied.
+    could not be applied, 9 the target is past the end position, or tables are not proved to be
+    equal, because not all that was done to them is followed.
     """
     # Numba takes half a second: only those who need it wait for it.
-    from millrace.stream.follow import follow as run
+    from millrace.follow.stream import follow as run
 
     with _opened(asked) as (engine, display):
         result = run(asked.follow_settings(), engine, display)
     print_follow(result, as_json=asked.as_json, quiet=asked.quiet)
 
 
-def apply(asked: Asked) -> None:
+@partial(command, names=_APPLY_OPTIONS)
+def apply(asked: CommandOptions) -> None:
     """Apply the spool as it grows, until the end position.
 
     `millrace stream receive` fills the spool, in a process of its own. Without an end position it
-    goes on until it is stopped.
+    goes on until it is stopped. The source need not be reachable, but for an end position and for
+    `--filters`.
     """
     _apply(asked, waits=True)
 
 
-def catchup(asked: Asked) -> None:
-    """Apply what is in the spool now, then end."""
+@partial(command, names=_APPLY_OPTIONS)
+def catchup(asked: CommandOptions) -> None:
+    """Apply what is in the spool now, then end.
+
+    With an end position it is an error if the spool does not reach it. Sequences are set only at
+    an end position. The source need not be reachable, but for an end position and for `--filters`.
+    """
     _apply(asked, waits=False)
 
 
-def _apply(asked: Asked, *, waits: bool) -> None:
-    from millrace.stream.follow import apply_spooled
+def _apply(asked: CommandOptions, *, waits: bool) -> None:
+    from millrace.follow.stream import apply_spooled
 
     with _opened(asked) as (engine, display):
-        result = apply_spooled(asked.follow_settings(), engine, display, waits=waits)
+        settings = asked.follow_settings(needs_source=False)
+        result = apply_spooled(settings, engine, display, waits=waits)
     print_follow(result, as_json=asked.as_json, quiet=asked.quiet)
 
 
-def cutover(asked: Asked) -> None:
+@partial(command, names=_CUTOVER_OPTIONS)
+def cutover(asked: CommandOptions) -> None:
     """End the stream where the source stands now, and prove that both sides are equal.
 
     Stop the writers of the source first. Sets the end position, waits until a running `follow`
     has applied everything up to it (or follows by itself), sets the target's sequences, compares
     every table, and refreshes materialized views. Exit code 9, and no success, while a table
-    differs: somebody still writes, or something is wrong. Run it again as often as you like.
+    differs: somebody still writes, or something is wrong. Then the end position is taken back, so
+    that `millrace follow` goes on. Run it again as often as you like.
 
     Afterwards point the applications to the target, and remove slot, publications and
     position with `millrace stream cleanup`.
     """
-    from millrace.stream.cutover import cutover as run
+    from millrace.follow.cutover import cutover as run
 
     with _opened(asked) as (engine, display):
         settings = asked.follow_settings()
         compare = CompareSettings(
-            settings.source,
-            settings.target,
+            settings.route,
             asked.compare_jobs,
             rows=asked.rows,
-            filters=options.read_rules(asked.filters),
         )
         result = run(settings, compare, engine, display)
     _print_cutover(result, as_json=asked.as_json, rows=asked.rows)
-    raise_difference(result.compared)
+    raise_difference(result.compared, result.accepted)
+    raise_refused(result.refused)
 
 
 @contextmanager
-def _opened(asked: Asked) -> Iterator[tuple[Engine, FollowDisplay]]:
-    """Spark, starting, and a view; the end position is in its place."""
+def _opened(asked: CommandOptions) -> Iterator[tuple[Engine, FollowDisplay]]:
+    """Spark, starting, and a view."""
     setup_logging(verbose=asked.verbose, quiet=asked.quiet, as_json=asked.log_json)
     require_stream(asked.directory)
-    set_endpos(asked.directory, asked.endpos)
-    slots = max(asked.apply_jobs, asked.compare_jobs)
+    # One more, for tables that are copied again meanwhile.
+    slots = max(asked.apply_workers() + 1, asked.compare_jobs)
     with (
         asked.engine(slots, streams=True) as engine,
-        open_follow_display(quiet=asked.quiet, metrics_port=asked.metrics_port) as display,
+        open_follow_display(
+            quiet=asked.quiet, metrics_port=asked.metrics_port, metrics_host=asked.metrics_host
+        ) as display,
     ):
         engine.start()
         yield engine, display
@@ -130,17 +149,10 @@ def require_stream(directory: Path) -> None:
         )
 
 
-def set_endpos(directory: Path, endpos: str) -> None:
-    """The end position given on the command line; without one, the sentinel's stays."""
-    if endpos:
-        with Sentinel(directory) as sentinel:
-            sentinel.set_endpos(parse_lsn(endpos))
-
-
 class FollowDisplay:
     """Passes progress on to the view and to the metrics."""
 
-    def __init__(self, display: Display, metrics: Metrics) -> None:
+    def __init__(self, display: Display, metrics: StreamMetrics) -> None:
         self._display = display
         self._metrics = metrics
 
@@ -148,18 +160,23 @@ class FollowDisplay:
         self._display.update(progress)
 
     def update_follow(self, progress: FollowProgress) -> None:
-        self._metrics.progress = progress
+        self._metrics.update(progress)
         self._display.update_follow(progress)
 
 
 @contextmanager
-def open_follow_display(*, quiet: bool, metrics_port: int | None) -> Iterator[FollowDisplay]:
-    with serve_metrics(metrics_port) as metrics, open_display(quiet=quiet) as display:
+def open_follow_display(
+    *, quiet: bool, metrics_port: int | None, metrics_host: str = LOOPBACK
+) -> Iterator[FollowDisplay]:
+    with (
+        serve_metrics(metrics_port, metrics_host) as metrics,
+        open_display(quiet=quiet) as display,
+    ):
         yield FollowDisplay(display, metrics)
 
 
 def print_follow(result: FollowResult, *, as_json: bool, quiet: bool) -> None:
-    """How the stream ended."""
+    """How the stream ended; raises if tables may differ."""
     if as_json:
         print(json.dumps(asdict(result) | {"position": render_lsn(result.position)}))
     elif not quiet:
@@ -169,7 +186,46 @@ def print_follow(result: FollowResult, *, as_json: bool, quiet: bool) -> None:
             f"{render_lsn(result.position)}"
             + (f"; {done.skipped:,} changes skipped for conflicts" if done.skipped else "")
             + (f"; {done.overwritten:,} rows overwritten" if done.overwritten else "")
+            + (
+                "; sequences were left as they are"
+                if result.sequences is None
+                else f"; {result.sequences:,} sequences set"
+            )
         )
+        print_unfollowed(result.unfollowed)
+    raise_refused(result.refused)
+
+
+def raise_refused(refused: tuple[Finding, ...]) -> None:
+    """MismatchError if a table may differ that was not accepted; it is printed by then."""
+    if not refused:
+        return
+    names = ", ".join(one.table for one in refused[:5])
+    raise MismatchError(
+        f"{len(refused)} tables are not proved to be equal: {names}",
+        hint=_how_to_prove(refused),
+        is_printed=True,
+    )
+
+
+def _how_to_prove(refused: tuple[Finding, ...]) -> str:
+    ways = []
+    if any(one.table != LARGE_OBJECTS for one in refused):
+        ways.append("compare them (millrace compare data --table NAME) and copy again what differs")
+    if any(one.table == LARGE_OBJECTS for one in refused):
+        ways.append(
+            "copy large objects again when nobody writes them: SELECT lo_unlink(oid) FROM "
+            "pg_largeobject_metadata on the target, then millrace copy large-objects with another "
+            "--dir; cutover compares them"
+        )
+    return "; ".join(ways) + "; or accept them: --accept-unfollowed NAME"
+
+
+def print_unfollowed(found: tuple[Finding, ...]) -> None:
+    """A line for each."""
+    for one in found:
+        accepted = " (accepted)" if one.is_accepted else ""
+        console().print(Text(f"{one.kind}: {one.table}: {one.reason}{accepted}"))
 
 
 def _print_cutover(result: CutoverResult, *, as_json: bool, rows: bool) -> None:
@@ -182,6 +238,8 @@ def _print_cutover(result: CutoverResult, *, as_json: bool, rows: bool) -> None:
                     "sequences": result.sequences,
                     "materialized_views": result.views,
                     "equal": result.is_equal,
+                    "unfollowed": [asdict(one) for one in result.unfollowed],
+                    "accepted": sorted(result.accepted),
                     "seconds": result.seconds,
                     "compared": compared,
                 },
@@ -190,9 +248,12 @@ def _print_cutover(result: CutoverResult, *, as_json: bool, rows: bool) -> None:
         )
         return
     print_compared(result.compared, every=False, with_rows=rows)
-    if result.is_equal:
+    print_unfollowed(result.unfollowed)
+    if result.is_good:
+        but = "" if result.is_equal else " but for what was accepted"
         console().print(
-            f"both sides are equal at {render_lsn(result.endpos)}: {len(result.compared)} tables "
+            f"both sides are equal{but} at {render_lsn(result.endpos)}: "
+            f"{len(result.compared)} tables "
             f"compared, {result.sequences} sequences set, {result.views} materialized views "
             f"refreshed, in {render_seconds(result.seconds)}; point the applications to the target"
         )

@@ -15,13 +15,15 @@ from rich.text import Text
 from millrace.cli import list_progress, options
 from millrace.cli.display import console
 from millrace.clone import listing
-from millrace.clone.listing import Connection, Named
+from millrace.clone.listing import Connection, TableChoice
 from millrace.config.size import render_size
 from millrace.log import setup_logging
-from millrace.postgres import inventory
-from millrace.postgres.connect import connect, translated
+from millrace.postgres.catalog import inventory
+from millrace.postgres.wire.connect import connect, translated
 
-app = typer.Typer(help="Show what the source holds, and how it would be cut.", no_args_is_help=True)
+app = typer.Typer(
+    help="Show what the source contains, and how tables would be split.", no_args_is_help=True
+)
 app.command("progress")(list_progress.progress)
 
 SchemaName = Annotated[str, typer.Option(help="Only tables of this schema.")]
@@ -158,7 +160,7 @@ def table_parts(
     split = options.split_settings(split_tables_larger_than, split_max_parts, skip_split_by_ctid)
     rules = options.read_rules(filters)
     with _reading(source) as connection:
-        found = listing.list_parts(connection, rules, Named(schema_name, table_name), split)
+        found = listing.list_parts(connection, rules, TableChoice(schema_name, table_name), split)
     columns: Columns = {
         "table": lambda row: f"{row['schema']}.{row['table']}",
         "part": lambda row: f"{row['number']}/{row['total']}",
@@ -206,7 +208,7 @@ def indexes(
     """Indexes of tables with rows, the largest first: those that a clone builds itself."""
     rules = options.read_rules(filters)
     with _reading(source) as connection:
-        found = listing.list_indexes(connection, rules, Named(schema_name, table_name))
+        found = listing.list_indexes(connection, rules, TableChoice(schema_name, table_name))
     columns: Columns = {
         "table": lambda row: f"{row['schema']}.{row['table']}",
         "index": lambda row: row["name"],

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 
 from rich.table import Table
 from rich.text import Text
 
 from millrace.cli import options
 from millrace.cli.display import console, running_lines
-from millrace.clone.standing import Count, Standing, read_standing
+from millrace.clone.status import Count, Standing, read_standing
 from millrace.config.size import render_size
 from millrace.log import setup_logging
+from millrace.lsn import render_lsn
+from millrace.workdir.stream_state import StreamStatus, read_stream_status
 
 
 def progress(
@@ -24,15 +27,19 @@ def progress(
     Without --target it tells what the work directory knows; with the target of the run also
     what is running right now, and every part that is committed. The run is not disturbed.
     The percentage is that of the tables' bytes; indexes, constraints and foreign keys are
-    counted beside it.
+    counted beside it. If a stream goes with the run, its state is shown as well.
     """
     setup_logging(quiet=True)
     dsn = options.parse_dsn(target, "target") if target else None
     found = read_standing(directory, dsn)
+    stream = read_stream_status(directory)
     if as_json:
-        print(json.dumps(found.as_dict(), default=str))
-    else:
-        print_standing(found)
+        shown = None if stream is None else asdict(stream)
+        print(json.dumps(found.as_dict() | {"stream": shown}, default=str))
+        return
+    print_standing(found)
+    if stream is not None:
+        print_stream(stream)
 
 
 def print_standing(found: Standing) -> None:
@@ -58,6 +65,15 @@ def print_standing(found: Standing) -> None:
         out.print(line)
     if found.status == "running" and not found.is_watched:
         out.print(Text("what is running right now is known to the target: give --target"))
+
+
+def print_stream(found: StreamStatus) -> None:
+    """A line on the stream of the run."""
+    applied = render_lsn(found.applied_lsn) if found.applied_lsn else "nothing yet"
+    error = f": {found.error}" if found.error else ""
+    console().print(
+        Text(f"stream of slot {found.slot_name}: {found.label}{error}; applied up to {applied}")
+    )
 
 
 def _counts(found: Standing) -> dict[str, Count]:

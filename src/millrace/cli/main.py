@@ -9,75 +9,91 @@ from __future__ import annotations
 import json
 import logging
 import os
-import signal
 import sys
-import tomllib
+from collections.abc import Mapping
 from pathlib import Path
-from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 import typer
 
-from millrace import __version__
-from millrace.cli import (
-    asked,
-    clone,
-    compare,
-    copy,
-    demo,
-    follow,
-    list_,
-    snapshot,
-    stream,
-    stream_transform,
-)
+from millrace.cli.lazy import LazyGroup, Place
+from millrace.cli.signals import stop_on_signals, stopped_code
 from millrace.errors import ConfigError, InvariantError, MillraceError, MismatchError
 from millrace.log import redact
 
 log = logging.getLogger("millrace")
 
-# What a shell reports for a program that a signal ended: 128 and the signal's number.
+# What typer, too, turns an interrupt into.
 INTERRUPTED = 130
-TERMINATED = 143
 
-_signals: list[int] = []
+
+class Program(LazyGroup):
+    """All commands, in the order of --help."""
+
+    places: ClassVar = {
+        "clone": Place("millrace.cli.clone", "clone", "Copy a whole database under one snapshot."),
+        "follow": Place(
+            "millrace.cli.follow",
+            "follow",
+            "Apply every change of the source since the snapshot, until the end position.",
+        ),
+        "cutover": Place(
+            "millrace.cli.follow",
+            "cutover",
+            "End the stream where the source stands now, and prove that both sides are equal.",
+        ),
+        "demo": Place(
+            "millrace.cli.demo_tube",
+            "app",
+            "Move a busy shop database from PostgreSQL 16 to 18 and prove both sides equal.",
+        ),
+        "snapshot": Place(
+            "millrace.cli.snapshot", "snapshot", "Hold an exported snapshot until told to stop."
+        ),
+        "version": Place("millrace.cli.version", "version", "Print the version."),
+        "copy": Place("millrace.cli.copy", "copy_app", "Do one step of a clone."),
+        "dump": Place(
+            "millrace.cli.copy", "dump_app", "Read from the source into the work directory."
+        ),
+        "restore": Place(
+            "millrace.cli.copy", "restore_app", "Write from the work directory to the target."
+        ),
+        "list": Place(
+            "millrace.cli.list_",
+            "app",
+            "Show what the source contains, and how tables would be split.",
+        ),
+        "compare": Place("millrace.cli.compare", "app", "Compare source and target."),
+        "stream": Place(
+            "millrace.cli.stream", "app", "The steps of following changes, one by one."
+        ),
+        "tube": Place(
+            "millrace.cli.tube",
+            "app",
+            "Record which rows of tables are touched, in queues, and deliver them.",
+        ),
+    }
+
 
 app = typer.Typer(
     name="millrace",
-    help="Moves PostgreSQL data, consistently, on Apache Spark.",
+    cls=Program,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-app.command("clone")(asked.command(clone.clone))
-app.command("follow")(asked.command(follow.follow, follow.FOLLOW_OPTIONS))
-app.command("cutover")(asked.command(follow.cutover, follow.CUTOVER_OPTIONS))
-app.command("demo")(demo.demo)
-app.command("snapshot")(snapshot.snapshot)
-app.add_typer(copy.copy_app, name="copy")
-app.add_typer(copy.dump_app, name="dump")
-app.add_typer(copy.restore_app, name="restore")
-app.add_typer(list_.app, name="list")
-app.add_typer(compare.app, name="compare")
-stream.app.command("prefetch")(stream.receive)
-stream.app.command("transform")(stream_transform.transform)
-stream.app.command("apply")(asked.command(follow.apply, follow.APPLY_OPTIONS))
-stream.app.command("catchup")(asked.command(follow.catchup, follow.APPLY_OPTIONS))
-stream.app.command("replay")(asked.command(follow.follow, follow.FOLLOW_OPTIONS))
-app.add_typer(stream.app, name="stream")
 
 
-@app.command()
-def version(as_json: bool = typer.Option(False, "--json", help="Print JSON.")) -> None:
-    """Print the version."""
-    print(json.dumps({"millrace": __version__}) if as_json else f"millrace {__version__}")
+@app.callback()
+def program() -> None:
+    """Moves PostgreSQL data, consistently, on Apache Spark."""
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the program and exit."""
-    signal.signal(signal.SIGTERM, _terminate)
+    stop_on_signals()
     try:
         code = app(arguments, standalone_mode=False, default_map=read_settings_file())
     except MillraceError as error:
@@ -89,21 +105,26 @@ def main(arguments: list[str] | None = None) -> None:
         code = 141
     except Exception as error:
         code = report_other(error)
-    if code == INTERRUPTED:  # typer, too, turns an interrupt into this
+    if code == INTERRUPTED:
         print("millrace: stopped", file=sys.stderr)
-        code = TERMINATED if _signals else INTERRUPTED
+        code = stopped_code()
     sys.exit(code or 0)
 
 
 def report(error: MillraceError) -> int:
     """Tell a person, or a program, what went wrong; the exit code."""
-    # A difference has been printed already, as the result it is.
-    if "--json" in sys.argv and not isinstance(error, MismatchError):
+    # A difference may have been printed already, as the result it is.
+    if "--json" in sys.argv and not is_printed(error):
         print(json.dumps(error.to_dict(), default=str))
     print(f"millrace: {redact(error.message)}", file=sys.stderr)
     if error.hint:
         print(f"hint: {error.hint}", file=sys.stderr)
     return error.exit_code
+
+
+def is_printed(error: MillraceError) -> bool:
+    """Whether it only sums up a result that stdout has."""
+    return isinstance(error, MismatchError) and "is_printed" in error.facts
 
 
 def report_other(error: Exception) -> int:
@@ -128,6 +149,8 @@ def read_settings_file() -> dict[str, Any]:
         if named:
             raise ConfigError(f"MILLRACE_CONFIG names {path}, which does not exist")
         return {}
+    import tomllib  # few have such a file
+
     try:
         found = tomllib.loads(path.read_text())
     except tomllib.TOMLDecodeError as error:
@@ -138,10 +161,11 @@ def read_settings_file() -> dict[str, Any]:
 def _defaults(command: Any, table: dict[str, Any], where: str) -> dict[str, Any]:
     """Option names as people write them, turned into parameter names; unknown ones refused."""
     children = getattr(command, "commands", None)
-    names: dict[str, Any] = dict(children or {})
-    if children is None:
-        for parameter in command.params:
-            names |= {option.lstrip("-"): parameter for option in parameter.opts}
+    names: Mapping[str, Any] = (
+        {name.lstrip("-"): option for option in command.params for name in option.opts}
+        if children is None
+        else children
+    )
     defaults = {}
     for key, value in table.items():
         if key not in names:
@@ -157,9 +181,3 @@ def _defaults(command: Any, table: dict[str, Any], where: str) -> dict[str, Any]
         else:
             defaults[known.name] = value
     return defaults
-
-
-def _terminate(number: int, frame: FrameType | None) -> None:
-    """SIGTERM: stop as for Ctrl-C, with another exit code."""
-    _signals.append(number)
-    raise KeyboardInterrupt

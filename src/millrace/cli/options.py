@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from millrace.clone.filter import FilterRules, read_filters
-from millrace.clone.split import SplitSettings
+from millrace.apply.conflict import OnConflict
+from millrace.cli import work_directory
 from millrace.config.dsn import Dsn
 from millrace.config.size import parse_size
 from millrace.errors import ConfigError
-from millrace.stream.settings import OnConflict, SpoolKind
+from millrace.filter.rules import FilterRules, read_filters
+from millrace.split.plan import SplitSettings
+from millrace.spool.kind import SpoolKind
 
 # Titles of groups of options in --help.
 COPY = "Copy"
@@ -45,6 +46,8 @@ Directory = Annotated[
         envvar="MILLRACE_DIR",
         help="Work directory of one run: its plan, its summary, Spark's log.",
         resolve_path=True,  # Spark's executors have a working directory of their own
+        callback=work_directory.choose,
+        show_default=work_directory.DEFAULT_SHOWN,
     ),
 ]
 Filters = Annotated[
@@ -60,6 +63,16 @@ Filters = Annotated[
         show_default=False,
     ),
 ]
+RenameSchema = Annotated[
+    list[str],
+    typer.Option(
+        "--rename-schema",
+        metavar="OLD=NEW",
+        help="Rename schema OLD of the source to NEW on the target; may be repeated.",
+        rich_help_panel=WHAT,
+        show_default=False,
+    ),
+]
 Requirements = Annotated[
     Path | None,
     typer.Option(
@@ -71,7 +84,7 @@ Requirements = Annotated[
         show_default=False,
     ),
 ]
-DEFAULT_DIRECTORY = Path(tempfile.gettempdir()) / "millrace"
+DEFAULT_DIRECTORY = work_directory.DEFAULT
 Master = Annotated[
     str,
     typer.Option(
@@ -82,13 +95,35 @@ Master = Annotated[
 ]
 Conf = Annotated[
     list[str],
-    typer.Option("--conf", metavar="K=V", help="A Spark setting; may be given again."),
+    typer.Option("--conf", metavar="K=V", help="A Spark setting; may be repeated."),
 ]
 SlotName = Annotated[
     str,
     typer.Option(
         envvar="MILLRACE_SLOT_NAME",
-        help="Name of the replication slot to make.",
+        help="Name of the replication slot; by default the work directory's, or millrace.",
+        show_default=False,
+        rich_help_panel=STREAM,
+    ),
+]
+IdentityFull = Annotated[
+    bool,
+    typer.Option(
+        "--replica-identity-full",
+        envvar="MILLRACE_REPLICA_IDENTITY_FULL",
+        help="Set REPLICA IDENTITY FULL on tables of the source that have no replica identity, so "
+        "that their updates and deletes can be followed; `stream cleanup` restores it.",
+        rich_help_panel=STREAM,
+    ),
+]
+SlotTimeout = Annotated[
+    float,
+    typer.Option(
+        envvar="MILLRACE_SLOT_TIMEOUT",
+        metavar="SECONDS",
+        min=0,
+        help="Give up if the slot cannot be created within N seconds because transactions are "
+        "open on the source; 0: wait as long as it takes.",
         rich_help_panel=STREAM,
     ),
 ]
@@ -96,19 +131,21 @@ Plugin = Annotated[
     str,
     typer.Option(
         envvar="MILLRACE_PLUGIN",
-        help="Output plugin of the slot: pgoutput, test_decoding or wal2json.",
+        help="Output plugin of the slot: pgoutput, test_decoding or wal2json; by default the work "
+        "directory's, or pgoutput.",
+        show_default=False,
         rich_help_panel=STREAM,
     ),
 ]
 ApplyJobs = Annotated[
-    int,
+    int | None,
     typer.Option(
         envvar="MILLRACE_APPLY_JOBS",
         min=1,
         max=64,
         help="Connections that apply, each with tables of its own. With 1 no source transaction "
-        "is ever seen in part; with more, tables may be at different transactions meanwhile. A "
-        "stream keeps the number it began with.",
+        "is ever seen in part; with more, tables may be at different transactions meanwhile. "
+        "A stream keeps the number it started with, which is the default; 1 for a new stream.",
         rich_help_panel=STREAM,
     ),
 ]
@@ -117,7 +154,8 @@ Conflict = Annotated[
     typer.Option(
         "--on-conflict",
         envvar="MILLRACE_ON_CONFLICT",
-        help="What to do about a change whose row is not there, or whose place is taken.",
+        help="What to do when the row to change does not exist on the target, or the row to "
+        "insert already does.",
         rich_help_panel=STREAM,
     ),
 ]
@@ -166,7 +204,8 @@ Spool = Annotated[
     typer.Option(
         envvar="MILLRACE_SPOOL",
         metavar="[files|table]",
-        help="Where received changes wait: in files of --dir, or in a table of the target, for "
+        help="Where received changes are stored until they are applied: in files of --dir, or in "
+        "tables of the target, for "
         "Spark executors that can't read --dir. Chosen when the stream begins.",
         rich_help_panel=STREAM,
     ),
@@ -175,7 +214,28 @@ KeepSpool = Annotated[
     bool,
     typer.Option(
         "--keep-spool",
-        help="Do not remove what is applied from the spool.",
+        help="Keep applied changes in the spool.",
+        rich_help_panel=STREAM,
+    ),
+]
+SequenceInterval = Annotated[
+    float,
+    typer.Option(
+        envvar="MILLRACE_SEQUENCE_INTERVAL",
+        min=0.0,
+        metavar="SECONDS",
+        help="How often, in seconds, the target's sequences are advanced while following; 0: only "
+        "at the end position, where they are set to the source's values.",
+        rich_help_panel=STREAM,
+    ),
+]
+AcceptUnfollowed = Annotated[
+    list[str],
+    typer.Option(
+        "--accept-unfollowed",
+        metavar="TABLE",
+        help="A table, as schema.name, that may differ at the end because not all its changes "
+        "are followed; may be repeated.",
         rich_help_panel=STREAM,
     ),
 ]
@@ -196,6 +256,15 @@ MetricsPort = Annotated[
         max=65535,
         help="Serve Prometheus metrics on this port.",
         show_default=False,
+        rich_help_panel=STREAM,
+    ),
+]
+MetricsHost = Annotated[
+    str,
+    typer.Option(
+        envvar="MILLRACE_METRICS_HOST",
+        metavar="ADDRESS",
+        help="The address that metrics are served on; 0.0.0.0 or :: for all of this machine's.",
         rich_help_panel=STREAM,
     ),
 ]
@@ -221,7 +290,7 @@ SplitMaxParts = Annotated[
     typer.Option(
         envvar="MILLRACE_SPLIT_MAX_PARTS",
         min=0,
-        help="At most so many parts per table; 0: no limit.",
+        help="Maximum number of parts per table; 0: no limit.",
     ),
 ]
 SkipSplitByCtid = Annotated[

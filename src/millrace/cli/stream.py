@@ -4,32 +4,35 @@ from __future__ import annotations
 
 import json
 import logging
-import signal
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
+from contextlib import nullcontext
+from dataclasses import asdict, replace
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, Any
 
 import typer
 
-from millrace.cli import options
+from millrace.cli import follow, options, resync, stream_transform
+from millrace.cli.signals import noted_signals
+from millrace.clone.directory import read_naming
 from millrace.config.dsn import Dsn
 from millrace.config.size import parse_size, render_size
-from millrace.errors import ConfigError, WorkDirError
+from millrace.errors import ConfigError, MismatchError, WorkDirError
+from millrace.follow.settings import SlotSettings
 from millrace.log import setup_logging
 from millrace.lsn import parse_lsn, render_lsn
-from millrace.postgres.connect import connect, resolve, server_encoding, translated
-from millrace.stream.sentinel import FILE, Sentinel, SentinelState, StreamSetup
-from millrace.stream.settings import SpoolKind
+from millrace.postgres.wire.connect import connect, resolve, server_encoding
+from millrace.postgres.wire.wal_end import read_end
+from millrace.route import Route
+from millrace.spool.kind import SpoolKind
+from millrace.workdir.sentinel import Sentinel, SentinelState, SourceRecord, StreamSetup
+from millrace.workdir.stream_binding import has_stream
+from millrace.workdir.stream_state import read_stream_status
 
 log = logging.getLogger(__name__)
 
 app = typer.Typer(help="The steps of following changes, one by one.", no_args_is_help=True)
 sentinel_app = typer.Typer(
-    help="Look at a running stream, and steer it from another terminal.", no_args_is_help=True
+    help="Inspect and control a running stream from another terminal.", no_args_is_help=True
 )
 set_app = typer.Typer(help="Change one of the stream's switches.", no_args_is_help=True)
 sentinel_app.add_typer(set_app, name="set")
@@ -46,7 +49,10 @@ SlotName = Annotated[
 Plugin = Annotated[
     str,
     typer.Option(
-        envvar="MILLRACE_PLUGIN", help="Output plugin: pgoutput, test_decoding or wal2json."
+        envvar="MILLRACE_PLUGIN",
+        help="Output plugin: pgoutput, test_decoding or wal2json; by default the work directory's, "
+        "or pgoutput.",
+        show_default=False,
     ),
 ]
 
@@ -58,7 +64,9 @@ def setup(
     directory: options.Directory = options.DEFAULT_DIRECTORY,
     filters: options.Filters = None,
     slot_name: SlotName = "",
-    plugin: Plugin = "pgoutput",
+    slot_timeout: options.SlotTimeout = 0,
+    replica_identity_full: options.IdentityFull = False,
+    plugin: Plugin = "",
     spool: options.Spool = SpoolKind.FILES,
     as_json: options.AsJson = False,
     verbose: options.Verbose = 0,
@@ -70,40 +78,60 @@ def setup(
     the slot's snapshot for this work directory. Changes are followed from here on. A setup that is
     there already is left as it is.
     """
+    from millrace.clone.directory import read_setup
+    from millrace.follow.audit.baseline import forget_counters, note_counters, note_tables
+    from millrace.follow.bound_copy import choose_slot
+    from millrace.follow.setup import published, require_place
+    from millrace.follow.slot import CreatedSlot, create_stream
+    from millrace.follow.slot_making import Making, making_slot
     from millrace.snapshot.holder import read_held
-    from millrace.stream.begin import published
-    from millrace.stream.position import setup_position, stream_name
-    from millrace.stream.slot import DEFAULT_SLOT, CreatedSlot, create_stream
 
     setup_logging(verbose=verbose, quiet=quiet)
     dsn = resolve(options.parse_dsn(source, "source"))
-    slot = slot_name or DEFAULT_SLOT
+    # What refuses the stream does so before anything is made for it.
+    chosen = choose_slot(directory, SlotSettings(slot_name, plugin, spool))
+    slot, plugin = chosen.name, chosen.plugin
     held = read_held(directory)
-    if held is not None and held.slot is not None and held.start_lsn is not None:
-        slot, plugin = held.slot, held.plugin or plugin
-        created = CreatedSlot(parse_lsn(held.start_lsn), ())
-    else:
-        created = create_stream(dsn, slot, plugin, published(dsn, options.read_rules(filters)))
-    for warning in created.warnings:
-        log.warning("source: %s", warning)
+    is_held = held is not None and held.slot is not None and held.start_lsn is not None
+    rules = options.read_rules(filters)
     encoding = _encoding(source, target)
-    with Sentinel(directory) as sentinel:
-        found = sentinel.read_setup()
-        if found is not None and found.slot_name != slot:
-            raise WorkDirError(
-                f"{directory} holds the stream of another slot, {found.slot_name}",
-                hint="choose another --dir, or give --slot-name " + found.slot_name,
+    if (there := _target(target)) is not None:
+        require_place(Route(dsn, there, filters=rules))
+    making = nullcontext(Making()) if is_held else making_slot(directory, dsn, slot, adopts=True)
+    with making as made:
+        if held is not None and held.start_lsn is not None and is_held:
+            created = CreatedSlot(parse_lsn(held.start_lsn), (), is_new=False)
+        else:
+            oids = published(dsn, rules)
+            timeout = slot_timeout or None
+            note_counters(directory, dsn)
+            created = create_stream(
+                dsn,
+                slot,
+                plugin,
+                oids,
+                timeout_seconds=timeout,
+                identity_full=replica_identity_full,
             )
-        if found is None:
-            found = StreamSetup(
-                dsn.identity(), slot, plugin, encoding, created.start_lsn, spool=spool
-            )
-            sentinel.write_setup(found)
-            sentinel.set_startpos(created.start_lsn)
-    if target:
-        with connect(resolve(options.parse_dsn(target, "target")), "setup") as connection:
-            name = stream_name(found.source, slot, found.start_lsn)
-            setup_position(connection, name, found.start_lsn)
+        if created.is_new:
+            made.made()
+        for warning in created.warnings:
+            log.warning("source: %s", warning)
+        run = read_setup(directory)
+        found = StreamSetup(
+            dsn.identity(),
+            slot,
+            plugin,
+            encoding,
+            created.start_lsn,
+            spool=spool,
+            run_id=run["run_id"] if run else "",
+        )
+        if _setup_of(directory) is None:
+            note_tables(directory, dsn, found, held.id if held else None)
+            if not (created.is_new or is_held):
+                forget_counters(directory)  # they are younger than the slot
+        found = _begin(directory, found, dsn, _target(target), held.id if held else None)
     start = render_lsn(found.start_lsn)
     if as_json:
         print(json.dumps(asdict(found) | {"start_lsn": start, "warnings": created.warnings}))
@@ -130,27 +158,26 @@ def receive(
 
     A spool in tables of the target needs --target; one in files does not.
 
-    Runs until the end position, or until it is told to stop: Ctrl-C or SIGTERM. The source is told
-    only of what is on disk here, so it can be stopped, killed and started again at any time.
-    Connections that break are opened again.
+    Runs until the end position, or until it is told to stop: Ctrl-C, SIGTERM or SIGHUP. The source
+    is told only of what is on disk here, so it can be stopped, killed and started again at any
+    time. Connections that break are opened again.
     """
     # Numba takes half a second: only those who need it wait for it.
-    from millrace.postgres.slot_batch import sizes_from
-    from millrace.stream.receive import ReceiveSettings
-    from millrace.stream.receive import receive as run_receive
-    from millrace.stream.spool_place import place_of
+    from millrace.follow.membership import write_beginning
+    from millrace.postgres.wire.slot_batch import sizes_from
+    from millrace.receive.loop import ReceiveSettings
+    from millrace.receive.loop import receive as run_receive
+    from millrace.spool.place import place_of
 
     setup_logging(verbose=verbose, quiet=quiet, as_json=log_json)
     with _open_sentinel(directory) as sentinel:
-        place = place_of(_require_setup(sentinel, directory), directory, _target(target))
+        found = _require_setup(sentinel, directory)
+        place = place_of(found, directory, _target(target))
     with (
         _open_sentinel(directory) as sentinel,
         place.open_writer() as spool,
-        _signals() as stop,
+        noted_signals() as stop,
     ):
-        found = _require_setup(sentinel, directory)
-        if endpos:
-            sentinel.set_endpos(parse_lsn(endpos))
         settings = ReceiveSettings(
             resolve(options.parse_dsn(source, "source")),
             found.slot_name,
@@ -161,6 +188,9 @@ def receive(
             batches=sizes_from(parse_size(batches_from)),
             binary=not no_binary,
         )
+        if endpos:
+            sentinel.set_endpos(parse_lsn(endpos))
+        write_beginning(settings.source, sentinel, found)
         received = run_receive(settings, spool, sentinel, stop=stop)
     if as_json:
         print(
@@ -195,13 +225,17 @@ def cleanup(
     one behind. Give --target as well, to remove the position there. With --list nothing is removed;
     whatever any stream of millrace has left is shown.
     """
-    from millrace.stream.slot import DEFAULT_SLOT, read_leftovers
-    from millrace.stream.slot import cleanup as run_cleanup
+    from millrace.follow.settings import DEFAULT_SLOT
+    from millrace.follow.slot import cleanup as run_cleanup
+    from millrace.follow.slot import read_leftovers
+    from millrace.follow.slot_making import forget_record, read_record
 
     setup_logging(verbose=verbose, quiet=quiet)
     dsn = resolve(options.parse_dsn(source, "source"))
     found = _setup_of(directory)
-    slot = slot_name or (found.slot_name if found else DEFAULT_SLOT)
+    # What a process that was killed may have left counts as this directory's.
+    left = read_record(directory)
+    slot = slot_name or (found.slot_name if found else left.slot if left else DEFAULT_SLOT)
     other = (
         connect(resolve(options.parse_dsn(target, "target")), "cleanup")
         if target
@@ -210,14 +244,16 @@ def cleanup(
     with connect(dsn, "cleanup") as connection, other as target_connection:
         if list_only:
             prefix = slot_name or DEFAULT_SLOT
-            left = read_leftovers(connection, target_connection, prefix).to_dict()
-            _print_leftovers(left, as_json=as_json)
+            leftovers = read_leftovers(connection, target_connection, prefix).to_dict()
+            _print_leftovers(leftovers, as_json=as_json)
             return
         is_ours = found is not None and found.slot_name == slot
         identity = found.source if found and is_ours else dsn.identity()
-        removed = run_cleanup(connection, target_connection, slot, identity)
+        removed = run_cleanup(connection, target_connection, slot, identity, read_naming(directory))
     if is_ours:
         removed += _remove_files(directory)
+    if left is not None and left.slot == slot:
+        forget_record(directory)
     if as_json:
         print(json.dumps({"removed": removed}))
     elif not quiet:
@@ -228,7 +264,9 @@ def cleanup(
 def prune(
     directory: options.Directory = options.DEFAULT_DIRECTORY,
     target: options.Target = "",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only show what would be removed.")
+    ] = False,
     as_json: options.AsJson = False,
     verbose: options.Verbose = 0,
     quiet: options.Quiet = False,
@@ -238,19 +276,26 @@ def prune(
     A running `follow` does that by itself. What is applied is known from the work directory, or
     asked from the target if --target is given.
     """
-    from millrace.stream.position import read_worker_positions
-    from millrace.stream.spool_place import place_of
+    from millrace.apply import table_state
+    from millrace.apply.position import read_worker_positions
+    from millrace.spool.place import place_of
+    from millrace.workdir.sync_request import spool_floor
 
     setup_logging(verbose=verbose, quiet=quiet)
     with _open_sentinel(directory) as sentinel:
         found = _require_setup(sentinel, directory)
         applied = sentinel.read().applied_lsn
+        floors = [spool_floor(sentinel)]
     dsn = _target(target)
     place = place_of(found, directory, dsn)
     if dsn is not None:
         with connect(dsn, "prune") as connection:
             positions = read_worker_positions(connection, place.stream)
             applied = min(positions.values(), default=None)
+            floors.append(table_state.read_spool_floor(connection, place.stream))
+    if applied is not None:
+        # Tables that are copied again may need more of it than what is still to be applied.
+        applied = min([applied, *(floor for floor in floors if floor is not None)])
     size = 0 if applied is None else place.prune(applied, dry_run=dry_run)
     if as_json:
         position = None if applied is None else render_lsn(applied)
@@ -264,9 +309,12 @@ def sentinel_get(
     directory: options.Directory = options.DEFAULT_DIRECTORY,
     as_json: options.AsJson = False,
 ) -> None:
-    """Show the switches and positions of a stream."""
+    """Show the state of a stream, its switches and its positions."""
     with _open_sentinel(directory) as sentinel:
-        shown = _render(sentinel.read())
+        shown = _render(_in_order(sentinel.read())) | _render_source(sentinel.read_source())
+    status = read_stream_status(directory)
+    shown["state"] = status.label if status is not None else None
+    shown["error"] = shown["error"] or None
     if as_json:
         print(json.dumps(shown))
         return
@@ -291,24 +339,39 @@ def set_end_position(
         str, typer.Argument(metavar="[LSN]", help="A position such as 16/B374D848.")
     ] = "",
     current: Annotated[
-        bool, typer.Option("--current", help="Where the source stands now; needs --source.")
+        bool,
+        typer.Option(
+            "--current",
+            help="The current position of the source, or the end of what is being applied if that "
+            "is later; needs --source.",
+        ),
     ] = False,
-    none: Annotated[bool, typer.Option("--none", help="Take the end position away.")] = False,
+    none: Annotated[bool, typer.Option("--none", help="Remove the end position.")] = False,
     source: options.Source = "",
     directory: options.Directory = options.DEFAULT_DIRECTORY,
 ) -> None:
     """Say where the stream ends: everything up to there, and nothing after it.
 
-    A running stream sees it within a second. Prints the position.
+    A running stream sees it within a second. Prints the position. One that the stream has passed
+    is refused (exit code 9).
     """
     if sum((bool(lsn), current, none)) != 1:
         raise ConfigError("give one of LSN, --current and --none")
     position = parse_lsn(lsn) if lsn else None
     if current:
         with connect(resolve(options.parse_dsn(source, "source")), "sentinel") as connection:
-            position = _current_lsn(connection)
+            position = read_end(connection)
     with _open_sentinel(directory) as sentinel:
-        sentinel.set_endpos(position)
+        if position is None:
+            sentinel.set_endpos(None)
+        elif current:
+            position = sentinel.choose_endpos(position)
+        elif (passed := sentinel.try_endpos(position)) is not None:
+            raise MismatchError(
+                f"the stream can't end at {render_lsn(position)}: changes up to "
+                f"{render_lsn(passed)} are applied, or are being applied",
+                hint="choose a later position, or --current",
+            )
     print("none" if position is None else render_lsn(position))
 
 
@@ -343,7 +406,7 @@ def _is_on(text: str) -> bool:
 
 def _open_sentinel(directory: Path) -> Sentinel:
     """The sentinel of a stream that is there; a wrong --dir must not make one."""
-    if not (directory / FILE).exists():
+    if not has_stream(directory):
         raise WorkDirError(
             f"there is no stream in {directory}",
             hint="check --dir; a stream begins with `millrace clone --follow` or "
@@ -353,6 +416,8 @@ def _open_sentinel(directory: Path) -> Sentinel:
 
 
 def _require_setup(sentinel: Sentinel, directory: Path) -> StreamSetup:
+    from millrace.follow.bound_copy import require_bound
+
     found = sentinel.read_setup()
     if found is None:
         raise WorkDirError(
@@ -360,11 +425,33 @@ def _require_setup(sentinel: Sentinel, directory: Path) -> StreamSetup:
             hint="check --dir; a stream begins with `millrace clone --follow` or "
             "`millrace stream setup`",
         )
-    return found
+    return require_bound(found)
+
+
+def _begin(
+    directory: Path, setup: StreamSetup, source: Dsn, target: Dsn | None, snapshot: str | None
+) -> StreamSetup:
+    """Make the position on the target and write down the stream, unless it is there; the stream."""
+    from millrace.apply.position import setup_position
+    from millrace.follow.membership import write_beginning
+    from millrace.postgres.origin import stream_name
+
+    found = _setup_of(directory) or setup
+    if target is not None:
+        with connect(target, "setup") as connection:
+            name = stream_name(found.source, found.slot_name, found.start_lsn)
+            setup_position(connection, name, found.start_lsn)
+    with Sentinel(directory) as sentinel:
+        if sentinel.read_setup() is None:
+            write_beginning(source, sentinel, found, snapshot)
+            sentinel.write_setup(found)
+            sentinel.set_startpos(found.start_lsn)
+        sentinel.complete_setup(setup.encoding, setup.spool)
+        return sentinel.read_setup() or found
 
 
 def _setup_of(directory: Path) -> StreamSetup | None:
-    if not (directory / FILE).exists():
+    if not has_stream(directory):
         return None
     with Sentinel(directory) as sentinel:
         return sentinel.read_setup()
@@ -373,7 +460,7 @@ def _setup_of(directory: Path) -> StreamSetup | None:
 def _remove_files(directory: Path) -> list[str]:
     import shutil
 
-    from millrace.stream.spool import FOLDER
+    from millrace.spool.interface import FOLDER
 
     with Sentinel(directory) as sentinel:
         sentinel.clear()
@@ -390,14 +477,24 @@ def _encoding(source: str, target: str) -> str:
         return server_encoding(connection)
 
 
-def _current_lsn(connection: Any) -> int:
-    """The end of what is on the source's disk."""
-    with translated("asking the source for its position"):
-        row = connection.execute(
-            "SELECT (CASE WHEN pg_is_in_recovery() THEN pg_last_wal_replay_lsn()"
-            " ELSE pg_current_wal_flush_lsn() END)::text"
-        ).fetchone()
-    return parse_lsn(row[0])
+def _in_order(state: SentinelState) -> SentinelState:
+    """What is applied was received and spooled, even if the receiver has not said so yet."""
+    flushed = _later(state.flushed_lsn, state.applied_lsn)
+    received = _later(state.received_lsn, flushed)
+    return replace(state, flushed_lsn=flushed, received_lsn=received)
+
+
+def _later(one: int | None, other: int | None) -> int | None:
+    return max(filter(None, (one, other)), default=None)
+
+
+def _render_source(source: SourceRecord) -> dict[str, Any]:
+    """What is known of the server that is received from."""
+    return {
+        "source_timeline": source.timeline,
+        "source_heard_at": source.heard_at,
+        "holding_back": source.held or None,
+    }
 
 
 def _render(state: SentinelState) -> dict[str, Any]:
@@ -424,23 +521,9 @@ def _print_leftovers(left: dict[str, Any], *, as_json: bool) -> None:
         print("nothing is left")
 
 
-@contextmanager
-def _signals() -> Iterator[threading.Event]:
-    """Ctrl-C and SIGTERM end the work in good order; then they take their usual way."""
-    stop = threading.Event()
-    caught: list[tuple[int, FrameType | None]] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        caught.append((number, frame))
-        stop.set()
-
-    usual: dict[int, Any] = {
-        number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)
-    }
-    try:
-        yield stop
-    finally:
-        for number, handler in usual.items():
-            signal.signal(number, handler)
-    for number, frame in caught[:1]:
-        usual[number](number, frame)
+app.command("prefetch")(receive)
+app.command("transform")(stream_transform.transform)
+app.command("apply")(follow.apply)
+app.command("catchup")(follow.catchup)
+app.command("resync")(resync.resync)
+app.command("replay")(follow.follow)

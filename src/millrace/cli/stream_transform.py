@@ -1,17 +1,18 @@
-"""`millrace stream transform`: print the changes of a range of the spool."""
+"""`millrace stream transform`: the changes of a range of the spool, printed or into a sink."""
 
 from __future__ import annotations
 
-import sys
+from contextlib import closing
 from typing import Annotated
 
 import typer
 
 from millrace.cli import options
+from millrace.errors import ConfigError
 from millrace.log import setup_logging
 from millrace.lsn import parse_lsn
-from millrace.postgres.connect import resolve
-from millrace.stream.transform_format import OutputFormat
+from millrace.postgres.wire.connect import resolve
+from millrace.sink.print_format import OutputFormat
 
 
 def transform(
@@ -21,7 +22,8 @@ def transform(
         str,
         typer.Option(
             metavar="LSN",
-            help="Transactions that end after this position; by default all the spool holds.",
+            help="Transactions that end after this position; by default after the sink's own, or "
+            "all the spool holds.",
             show_default=False,
         ),
     ] = "",
@@ -33,54 +35,86 @@ def transform(
             show_default=False,
         ),
     ] = "",
+    to: Annotated[
+        str,
+        typer.Option(
+            metavar="SINK",
+            help="Where the changes go: print, parquet:DIR, or a sink of another package.",
+        ),
+    ] = "print",
     form: Annotated[
-        OutputFormat, typer.Option("--format", help="SQL statements, or a JSON object a line.")
-    ] = OutputFormat.SQL,
+        OutputFormat | None,
+        typer.Option(
+            "--format",
+            help="Of --to print: SQL statements, which is the default, or a JSON object a line.",
+            show_default=False,
+        ),
+    ] = None,
     table: Annotated[
         list[str] | None,
         typer.Option(
             metavar="SCHEMA.TABLE",
-            help="Only changes of this table; may be given again.",
+            help="Only changes of this table; may be repeated.",
             show_default=False,
         ),
     ] = None,
     verbose: options.Verbose = 0,
     quiet: options.Quiet = False,
 ) -> None:
-    """Print the changes in the spool of the work directory, in commit order.
+    """Print the changes in the spool of the work directory, or deliver them to another sink.
 
-    A statement or a JSON object for each change, between lines for the begin and the commit of each
-    transaction, with its xid, its position and its time. Nothing is applied, and nothing is
-    removed from the spool. It may be filled, and applied, at the same time. A spool in tables of
-    the target needs --target; one in files does not.
+    The changes come in commit order: a statement or a JSON object for each, between lines for the
+    begin and the commit of each transaction, with its xid, its position and its time. Nothing is
+    applied, and nothing is removed from the spool. It may be filled, and applied, at the same time.
+    A spool in tables of the target needs --target; one in files does not.
 
-    The SQL is UTF-8, and keeps triggers from firing: what they did on the source is among the
-    changes. Whoever runs it must be allowed to set session_replication_role.
+    The SQL is UTF-8, and keeps triggers from firing, but for those that are enabled ALWAYS or
+    REPLICA: what they did on the source is among the changes. Whoever runs it must be allowed to
+    set session_replication_role.
+
+    With --to parquet:DIR each file in DIR holds the changes between two positions, which are in its
+    name. The same command, run again, continues after the newest file; DIR takes the changes of one
+    stream and one choice of tables.
     """
     # Numba takes half a second: only those who need it wait for it.
-    from millrace.stream.change_range import open_change_spool, parse_tables
-    from millrace.stream.changes import iter_changes
-    from millrace.stream.render import render
+    from millrace.sink.delivery import choose_start, deliver
+    from millrace.sink.registry import open_change_sink
+    from millrace.spool.change_batch import iter_changes
+    from millrace.spool.selection import open_change_spool, parse_tables
 
     setup_logging(verbose=verbose, quiet=quiet)
     dsn = resolve(options.parse_dsn(target, "target")) if target else None
     spool = open_change_spool(directory, dsn)
     extent = spool.extent()
-    after_lsn = parse_lsn(after) if after else extent.oldest_lsn
     until_lsn = parse_lsn(until) if until else extent.last_end_lsn
     tables = parse_tables(",".join(table)) if table else None
     if until:
         spool.check_until(until_lsn)
-    with spool.opened() as reader:
-        batches = (
-            batch
-            for range_ in spool.ranges(after_lsn, until_lsn, _RANGE_BYTES)
-            for batch in iter_changes(reader, range_, spool.encoding, tables=tables)
+    with closing(open_change_sink(_name_sink(to, form))) as sink, spool.opened() as reader:
+        sink.begin(_origin(spool.origin, table))
+        after_lsn = choose_start(sink, parse_lsn(after) if after else None, extent.oldest_lsn)
+        deliver(
+            sink,
+            (
+                (range_.end_lsn, iter_changes(reader, range_, spool.encoding, tables=tables))
+                for range_ in spool.ranges(after_lsn, until_lsn, _RANGE_BYTES)
+            ),
         )
-        for line in render(batches, form):
-            sys.stdout.buffer.write(line.encode() + b"\n")
-    sys.stdout.buffer.flush()
 
 
-# Ranges only bound what is planned at once; chunks of them bound memory.
-_RANGE_BYTES = 1 << 30
+# A range is one commit of the sink, so for a sink of files the size of a file; chunks of it bound
+# memory.
+_RANGE_BYTES = 256 << 20
+
+
+def _origin(stream: str, tables: list[str] | None) -> str:
+    """Of other tables, a position says nothing either."""
+    return f"{stream}, {'all tables' if not tables else ', '.join(sorted(tables))}"
+
+
+def _name_sink(to: str, form: OutputFormat | None) -> str:
+    if form is None:
+        return to
+    if to != "print":
+        raise ConfigError(f"--format is for --to print, not for --to {to}")
+    return f"{to}:{form}"

@@ -18,12 +18,12 @@ from urllib.parse import quote
 import psycopg
 
 from millrace.clone.directory import catalog_path
-from millrace.clone.roles import copy_roles
-from millrace.clone.run import find_dump_tools
+from millrace.clone.ready import find_dump_tools
+from millrace.clone.schema.roles import copy_roles
 from millrace.clone.settings import CloneSettings
-from millrace.postgres.connect import connect, resolve, translated
-from millrace.postgres.inventory import read_databases
+from millrace.postgres.catalog.inventory import read_databases
 from millrace.postgres.quote import ident, literal
+from millrace.postgres.wire.connect import connect, resolve, translated
 
 log = logging.getLogger(__name__)
 
@@ -47,9 +47,12 @@ def plan_databases(settings: CloneSettings) -> dict[str, CloneSettings]:
         name: _settings_of(
             replace(
                 settings,
-                source=source.with_(dbname=name),
-                target=target.with_(dbname=name),
-                directory=directory_of(settings.directory, name),
+                route=replace(
+                    settings.route,
+                    source=source.with_(dbname=name),
+                    target=target.with_(dbname=name),
+                    directory=directory_of(settings.directory, name),
+                ),
                 roles=False,  # they belong to the whole server, and are copied once
             )
         )

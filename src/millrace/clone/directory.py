@@ -8,27 +8,18 @@ from __future__ import annotations
 
 import logging
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from millrace.clone.settings import CloneSettings
 from millrace.errors import WorkDirError
+from millrace.name import Naming
 from millrace.workdir.store import Store
 
 log = logging.getLogger(__name__)
 
 # Ours, and nothing else, is removed when a run starts from zero.
 FILES = ("schema", "summary.json", "spark.log")
-
-
-@dataclass(frozen=True)
-class Directory:
-    """An open work directory."""
-
-    store: Store
-    # What it was set up for; None for a new run.
-    setup: dict[str, Any] | None
 
 
 def pinned(settings: CloneSettings) -> dict[str, Any]:
@@ -40,6 +31,7 @@ def pinned(settings: CloneSettings) -> dict[str, Any]:
         "split_max_parts": settings.split.max_parts,
         "schema_options": " ".join(settings.schema.options()),
         "filters": "" if settings.filters.is_empty else settings.filters.as_json(),
+        "rename_schema": settings.naming.as_json(),
     }
 
 
@@ -60,30 +52,38 @@ def read_setup(directory: Path) -> dict[str, Any] | None:
         store.close()
 
 
-def open_directory(settings: CloneSettings, *, continues: bool) -> Directory:
-    """Open the directory; `continues` says that an unfinished run is gone on with."""
-    path = catalog_path(settings.directory)
-    if path.exists():
-        store = Store(path)
-        setup = store.setup()
-        if setup and continues and not settings.restart:
-            _check_pins(settings, setup)
-            return Directory(store, setup)
-        if setup and not setup["finished_at"] and not settings.restart:
-            store.close()
-            raise WorkDirError(
-                f"{settings.directory} holds an unfinished run of {setup['started_at']}, "
-                f"{setup['source']} to {setup['target']}",
-                hint="go on with it: --resume; start from zero: --restart; or choose another --dir",
-            )
-        store.close()
-    elif settings.resume:
+def read_naming(directory: Path) -> Naming:
+    """What the run of the directory calls schemas on its target; the same names without a run, or
+    with one of an older release."""
+    setup = read_setup(directory)
+    return Naming.from_json(setup["rename_schema"] if setup else "")
+
+
+def open_directory(settings: CloneSettings, setup: dict[str, Any] | None) -> Store:
+    """The catalog of the run that `require_usable` said is continued; without one, a new one."""
+    if setup is None:
+        clear(settings)
+    return Store(catalog_path(settings.directory))
+
+
+def require_usable(settings: CloneSettings, *, continues: bool) -> dict[str, Any] | None:
+    """Raise if the directory can't be used for this; the setup of the run that is gone on with."""
+    setup = read_setup(settings.directory)
+    if setup and continues and not settings.restart:
+        _check_pins(settings, setup)
+        return setup
+    if setup and not setup["finished_at"] and not settings.restart:
+        raise WorkDirError(
+            f"{settings.directory} holds an unfinished run of {setup['started_at']}, "
+            f"{setup['source']} to {setup['target']}",
+            hint="continue it: --resume; start over: --restart; or choose another --dir",
+        )
+    if settings.resume and not catalog_path(settings.directory).exists():
         raise WorkDirError(
             f"there is no run to resume in {settings.directory}",
             hint="check --dir, or leave out --resume to start a new run",
         )
-    clear(settings)
-    return Directory(Store(path), None)
+    return None
 
 
 def clear(settings: CloneSettings) -> None:
@@ -103,8 +103,7 @@ def _check_pins(settings: CloneSettings, setup: dict[str, Any]) -> None:
             raise WorkDirError(
                 f"{settings.directory} was set up for {option} {setup[name] or 'none'}, "
                 f"now it is {value or 'none'}",
-                hint=f"give {option} as before, start from zero with --restart, or choose "
-                "another --dir",
+                hint=f"give {option} as before, start over with --restart, or choose another --dir",
                 field=name,
                 before=setup[name],
                 now=value,

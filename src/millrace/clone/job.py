@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from millrace.clone.engine import Engine
 from millrace.clone.progress import Progress, Reporter
 from millrace.clone.settings import CloneSettings
-from millrace.postgres.binaries import Installation
+from millrace.engine import Engine
+from millrace.postgres.program.binaries import Installation
 from millrace.workdir.store import Store
 
 log = logging.getLogger(__name__)
@@ -37,6 +37,9 @@ class Job:
     done: set[str] = field(default_factory=set)
     # Tables, by OID, that have triggers or foreign keys on the target before they have rows.
     guarded: frozenset[int] = frozenset()
+    # The source's extensions, by name: their schemas. One that the target has elsewhere is moved
+    # while text of the source runs under its names.
+    extension_homes: dict[str, str] = field(default_factory=dict)
     progress: Progress = field(default_factory=Progress)
     timings: list[tuple[str, float]] = field(default_factory=list)
     began_at: float = field(default_factory=time.monotonic)
@@ -54,6 +57,11 @@ class Job:
     def add_timing(self, name: str, seconds: float) -> None:
         self.timings.append((name, seconds))
         self.store.write_timing("step", name, seconds)
+
+    @property
+    def replaces(self) -> bool:
+        """Whether what the target has already is dropped first."""
+        return self.settings.drop_if_exists or self.settings.restart
 
     def role(self, name: str) -> str:
         """The name of a session of this run, by which it can be found and ended."""

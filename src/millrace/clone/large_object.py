@@ -7,8 +7,8 @@ decide, not a superuser's view of pg_largeobject.
 
 from __future__ import annotations
 
-from millrace.clone.copy import PartStatements
-from millrace.postgres.record import LARGE_OBJECTS_OID
+from millrace.clone.copy_task import PartStatements
+from millrace.postgres.run_record import LARGE_OBJECTS_OID
 from millrace.relation import LargeObjectRange
 
 # One row of the stream; well below the 1 GB limit of a value, and few of them fit in memory.

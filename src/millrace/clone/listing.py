@@ -12,25 +12,27 @@ from typing import Any
 
 import psycopg
 
-from millrace.clone.compare_filter import filter_description
-from millrace.clone.decision import Decision, Key
-from millrace.clone.filter import FilterRules
-from millrace.clone.filtering import filter_catalog, read_decision
-from millrace.clone.plan import Plan, plan_clone, plan_table_parts
-from millrace.clone.source import read_catalog, sample_tables
-from millrace.clone.split import SplitSettings
+from millrace.clone.plan import Plan, plan_clone
+from millrace.clone.source import read_catalog
+from millrace.compare.filtered import filter_description
 from millrace.errors import ConfigError
-from millrace.postgres import catalog, inventory
-from millrace.postgres.connect import server_encoding, translated
-from millrace.postgres.describe import Description, read_description
+from millrace.filter.apply import filter_catalog, read_decision
+from millrace.filter.decide import Decision, Key
+from millrace.filter.rules import FilterRules
+from millrace.postgres.catalog import inventory
+from millrace.postgres.catalog import relations as catalog
+from millrace.postgres.catalog.describe import Description, read_description
+from millrace.postgres.wire.connect import server_encoding, translated
 from millrace.relation import Extension, Index, Part, SourceCatalog, Table
 from millrace.relation import Sequence as SourceSequence
+from millrace.split.plan import SplitSettings, plan_table_parts
+from millrace.split.sample import sample_tables
 
 Connection = psycopg.Connection[tuple[Any, ...]]
 
 
 @dataclass(frozen=True)
-class Named:
+class TableChoice:
     """Which tables are asked for, by name; "" is any."""
 
     schema: str = ""
@@ -45,12 +47,12 @@ class Named:
             raise ConfigError(
                 f"there is no table {'.'.join(filter(None, (self.schema, self.table)))},"
                 " or --filters leaves it out",
-                hint="names are taken as they are: no quotes, case matters",
+                hint="names are case-sensitive and written without quotes",
             )
 
 
 @dataclass(frozen=True)
-class Left:
+class ListedExclusion:
     """An object that is left out, or kept all the same, and why."""
 
     catalog_oid: int
@@ -117,10 +119,10 @@ class ListedSchema:
 
 
 def list_tables(
-    connection: Connection, rules: FilterRules, named: Named | None = None
+    connection: Connection, rules: FilterRules, named: TableChoice | None = None
 ) -> list[Table]:
     """Tables with rows, the largest first."""
-    named = named or Named()
+    named = named or TableChoice()
     with translated("reading the source's catalog"):
         whole = SourceCatalog(tables=tuple(catalog.read_tables(connection)))
     kept = _filtered(connection, whole, rules).tables
@@ -130,7 +132,7 @@ def list_tables(
 
 
 def list_parts(
-    connection: Connection, rules: FilterRules, named: Named, split: SplitSettings
+    connection: Connection, rules: FilterRules, named: TableChoice, split: SplitSettings
 ) -> list[tuple[Table, list[Part]]]:
     """Each table with the parts it would be copied in."""
     tables = list_tables(connection, rules, named)
@@ -138,7 +140,7 @@ def list_parts(
     return [(t, plan_table_parts(t, samples.get(t.oid, ()), split)) for t in tables]
 
 
-def list_indexes(connection: Connection, rules: FilterRules, named: Named) -> list[Index]:
+def list_indexes(connection: Connection, rules: FilterRules, named: TableChoice) -> list[Index]:
     """Indexes that a clone builds, the largest first."""
     with translated("reading the source's catalog"):
         whole = SourceCatalog(indexes=tuple(catalog.read_indexes(connection)))
@@ -164,7 +166,7 @@ def list_extensions(connection: Connection) -> list[Extension]:
         return sorted(catalog.read_extensions(connection), key=lambda e: e.name)
 
 
-def list_depends(connection: Connection, rules: FilterRules) -> list[Left]:
+def list_depends(connection: Connection, rules: FilterRules) -> list[ListedExclusion]:
     """What no rule names and is left out all the same, since it depends on what one does."""
     decision = read_decision(connection, rules)
     return _left(decision, decision.dependents)
@@ -196,10 +198,10 @@ def _filtered(connection: Connection, whole: SourceCatalog, rules: FilterRules) 
     return filter_catalog(whole, read_decision(connection, rules), rules)
 
 
-def _left(decision: Decision, reasons: Mapping[Key, str]) -> list[Left]:
+def _left(decision: Decision, reasons: Mapping[Key, str]) -> list[ListedExclusion]:
     """In the order of their names; what has no name is a part of something that has one."""
     found = [
-        Left(*key, decision.labels[key], reason)
+        ListedExclusion(*key, decision.labels[key], reason)
         for key, reason in reasons.items()
         if key in decision.labels
     ]

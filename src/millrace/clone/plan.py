@@ -9,8 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from millrace.clone.split import Sampled, SplitSettings, plan_cuts, plan_part_count, plan_parts
 from millrace.relation import Index, Part, SourceCatalog, Table
+from millrace.split.plan import (
+    SampledRow,
+    SplitSettings,
+    plan_table_parts,
+)
 
 # Tables smaller than this share a task, so that Spark's cost per task (about 50 ms) does not show.
 SMALL_PART_BYTES = 8 * 1024 * 1024
@@ -65,7 +69,7 @@ class Plan:
 
 def plan_clone(
     catalog: SourceCatalog,
-    samples: Mapping[int, Sequence[Sampled]],
+    samples: Mapping[int, Sequence[SampledRow]],
     split: SplitSettings,
     *,
     known: Mapping[int, tuple[Part, ...]] | None = None,
@@ -80,17 +84,15 @@ def plan_clone(
         or tuple(plan_table_parts(table, samples.get(table.oid, ()), split))
         for table in catalog.tables
     }
-    indexes: dict[int, tuple[Index, ...]] = {}
-    for index in catalog.indexes:
-        indexes[index.table_oid] = (*indexes.get(index.table_oid, ()), index)
-    return Plan(catalog, parts, indexes)
+    return Plan(catalog, parts, by_table(catalog.indexes))
 
 
-def plan_table_parts(table: Table, samples: Sequence[Sampled], split: SplitSettings) -> list[Part]:
-    """A table's parts; one if there is no need, or no way, to split it."""
-    count = plan_part_count(table, split)
-    cuts = plan_cuts(samples, count) if count > 1 else []
-    return plan_parts(table, cuts, samples)
+def by_table(indexes: Iterable[Index]) -> dict[int, tuple[Index, ...]]:
+    """The indexes of each table."""
+    found: dict[int, tuple[Index, ...]] = {}
+    for index in indexes:
+        found[index.table_oid] = (*found.get(index.table_oid, ()), index)
+    return found
 
 
 def plan_packs(parts: Iterable[Part], *, jobs: int) -> list[Pack]:

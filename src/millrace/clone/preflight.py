@@ -6,18 +6,23 @@ Invariant: reads only. Each problem comes with what fixes it, a statement where 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import psycopg
 
-from millrace.clone.filtering import read_left_out_extensions
+from millrace.clone.naming_check import check_naming
+from millrace.clone.problem import Problem
 from millrace.clone.settings import CloneSettings
+from millrace.clone.shared_database import check_database, read_filled_schemas
+from millrace.clone.step import Step
 from millrace.errors import PreflightError
-from millrace.postgres.connect import translated
-from millrace.postgres.inventory import Available, read_available_extensions
+from millrace.filter.apply import read_left_out_extensions, read_left_out_schemas
+from millrace.postgres import run_record as record
+from millrace.postgres.catalog.inventory import Available, read_available_extensions
+from millrace.postgres.catalog.schemas import RECORD_SCHEMA, USER_SCHEMA
 from millrace.postgres.quote import ident, literal, qualified
-from millrace.postgres.schemas import USER_SCHEMA
+from millrace.postgres.wire.connect import translated
 
 Connection = psycopg.Connection[tuple[Any, ...]]
 
@@ -25,16 +30,6 @@ SOURCE_VERSIONS = range(13, 19)
 TARGET_VERSIONS = range(14, 19)
 # Names listed one by one in a report; more are counted.
 LISTED = 5
-
-
-@dataclass(frozen=True)
-class Problem:
-    """One thing that would make the run fail, or a warning about what it will do."""
-
-    side: str
-    what: str
-    fix: str
-    is_warning: bool = False
 
 
 def check(
@@ -50,8 +45,11 @@ def check(
             *_check_connections(source, target, settings),
             *_check_locks(source),
             *_check_target_rights(target),
-            *([] if continues else _check_target_empty(target, settings)),
+            *_check_record_schema(source, target, settings),
+            *([] if continues else _check_target_empty(source, target, settings)),
+            *check_database(source, target, settings, continues=continues),
             *_check_extensions(source, target, settings),
+            *check_naming(source, target, settings, continues=continues),
             *_check_roles(source, target, settings),
             *_check_owners(source, target, settings),
             *_check_large_object_rights(source, settings),
@@ -220,34 +218,53 @@ def _check_target_rights(target: Connection) -> Iterable[Problem]:
             )
 
 
-def _check_target_empty(target: Connection, settings: CloneSettings) -> Iterable[Problem]:
-    if settings.drop_if_exists:
+def _check_record_schema(
+    source: Connection, target: Connection, settings: CloneSettings
+) -> Iterable[Problem]:
+    """A clone keeps its records in a schema of the target, and drops that when it is done."""
+    rename = f"ALTER SCHEMA {RECORD_SCHEMA} RENAME TO ..."
+    if record.is_foreign(source) and RECORD_SCHEMA not in read_left_out_schemas(
+        source, settings.filters
+    ):
+        yield Problem(
+            "source",
+            f"it has a schema {RECORD_SCHEMA} of its own: on the target, a clone keeps its records "
+            "in a schema of that name",
+            f"{rename}; or leave it out: [exclude-schema] {RECORD_SCHEMA} in --filters",
+        )
+    if record.is_foreign(target):
+        yield Problem(
+            "target",
+            f"it has a schema {RECORD_SCHEMA} that millrace did not make, where a clone keeps its "
+            "records",
+            rename,
+        )
+
+
+def _check_target_empty(
+    source: Connection, target: Connection, settings: CloneSettings
+) -> Iterable[Problem]:
+    """The schemas that are filled are empty. Large objects alone are in nobody's way."""
+    if settings.drop_if_exists or settings.steps == {Step.LARGE_OBJECTS}:
         return
     rows = target.execute(
         f"""SELECT n.nspname || '.' || c.relname FROM pg_class c
              JOIN pg_namespace n ON n.oid = c.relnamespace
              WHERE c.relkind IN ('r', 'p', 'v', 'm', 'S', 'f') AND c.relpersistence <> 't'
-             AND {USER_SCHEMA}
+             AND {USER_SCHEMA} AND n.nspname = ANY(%s)
              AND NOT EXISTS (SELECT FROM pg_depend e WHERE e.objid = c.oid
                  AND e.classid = 'pg_class'::regclass AND e.deptype = 'e')
-             ORDER BY 1"""
+             ORDER BY 1""",
+        (list(read_filled_schemas(source, settings)),),
     ).fetchall()
     if rows:
         yield Problem(
             "target",
-            f"the database is not empty: it has {_some([r[0] for r in rows], 'relation')}",
-            "give an empty database (CREATE DATABASE ...), or --drop-if-exists to replace "
-            "what the source has too",
+            "schemas that the source has too are not empty: they have "
+            f"{_some([r[0] for r in rows], 'relation')}",
+            "give an empty database (CREATE DATABASE ...), or --rename-schema to fill schemas of "
+            "other names, or --drop-if-exists to replace what the source has too",
         )
-    if not settings.skip_large_objects:
-        row = target.execute("SELECT count(*) FROM pg_largeobject_metadata").fetchone()
-        if row and row[0]:
-            yield Problem(
-                "target",
-                f"the database is not empty: it has {row[0]} large objects",
-                "SELECT lo_unlink(oid) FROM pg_largeobject_metadata, or --drop-if-exists, "
-                "or --skip-large-objects",
-            )
 
 
 def _check_extensions(
@@ -347,7 +364,8 @@ def _check_owners(
         user = ident(target.info.user)
         yield Problem(
             "target",
-            f"{target.info.user} may not give things to {_some(names, 'role')}",
+            f"{target.info.user} is not a member of {_some(names, 'role')}, so ALTER ... OWNER TO"
+            " would fail",
             "; ".join(f"GRANT {ident(name)} TO {user}" for name in names) + "; or --no-owner",
         )
 

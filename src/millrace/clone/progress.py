@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 import psycopg
 
-from millrace.postgres.connect import APPLICATION
-from millrace.postgres.record import PartKey
+from millrace.postgres.run_record import PartKey
+from millrace.postgres.wire.connect import APPLICATION
 from millrace.relation import Part
 
 Connection = psycopg.Connection[tuple[Any, ...]]

@@ -17,74 +17,93 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import TypeVar
 
 from millrace import __version__, failpoint
-from millrace.clone import preflight
-from millrace.clone.copying import Copying
-from millrace.clone.directory import Directory, open_directory, pinned, read_setup
-from millrace.clone.engine import Engine
-from millrace.clone.filtering import read_decision
-from millrace.clone.guard import read_guarded
+from millrace.clone.copy_guard import check_more_rows, check_new_copy, check_slot
+from millrace.clone.copy_stage import Copying
+from millrace.clone.directory import (
+    open_directory,
+    pinned,
+    read_setup,
+    require_usable,
+)
+from millrace.clone.finish.sequence import set_sequences
+from millrace.clone.finish.vacuum import analyze_partitioned
 from millrace.clone.job import Job
-from millrace.clone.ledger import Ledger, planned_parts
+from millrace.clone.kept_view import keep, keep_skipped_large_objects, read_kept
 from millrace.clone.plan import Plan, plan_clone
+from millrace.clone.problem import Problem
 from millrace.clone.progress import Reporter
-from millrace.clone.restore import (
+from millrace.clone.ready import (
+    check_servers,
+    claim,
+    has_every_row,
+    owns_target,
+    read_schemas,
+    resolved,
+)
+from millrace.clone.run_record import RunRecords, rows_left
+from millrace.clone.schema.database import set_database_properties
+from millrace.clone.schema.entries import RestoreLists
+from millrace.clone.schema.mapping import (
+    create_schemas,
+    map_function_settings,
+    to_target,
+)
+from millrace.clone.schema.restore import (
     add_foreign_keys,
+    archive_path,
     can_refresh,
     create_extensions,
     empty_shared_tables,
-    note_existing_schemas,
+    note_existing,
     open_archive,
     own_schemas,
     plan_lists,
     refresh,
     restore,
 )
-from millrace.clone.roles import copy_roles
-from millrace.clone.schema import RestoreLists
-from millrace.clone.sequence import set_sequences
+from millrace.clone.schema.roles import copy_roles
 from millrace.clone.settings import CloneSettings
-from millrace.clone.source import read_source, sample_tables
+from millrace.clone.shared_database import is_shared
+from millrace.clone.source import read_source
 from millrace.clone.step import Step
 from millrace.clone.summary import Summary, write_summary
-from millrace.clone.target import set_database_properties
-from millrace.clone.vacuum import analyze_partitioned
+from millrace.clone.trigger_silence import read_guarded
+from millrace.clone.view import (
+    WAYS_OUT,
+    WAYS_OUT_OF_A_STREAM,
+    View,
+    choose_snapshot,
+    kept_view,
+    open_view,
+)
+from millrace.engine import Engine
 from millrace.errors import (
     MillraceError,
-    PreflightError,
     SnapshotLost,
     WorkDirError,
 )
-from millrace.postgres import record
-from millrace.postgres.binaries import Installation, find_tools
-from millrace.postgres.connect import (
-    APPLICATION,
+from millrace.filter.apply import read_decision
+from millrace.postgres import run_record as record
+from millrace.postgres.program.dump import Archive
+from millrace.postgres.wire.connect import (
     cancel_sessions,
     connect,
-    resolve,
-    server_encoding,
     translated,
 )
-from millrace.postgres.dump import Archive
 from millrace.relation import SourceCatalog
-from millrace.snapshot.export import HeldSnapshot, open_snapshot
+from millrace.snapshot.export import HeldSnapshot, ReleasedSnapshot, open_snapshot
 from millrace.snapshot.holder import read_held
+from millrace.split.sample import sample_tables
 from millrace.workdir.lock import open_lock
+from millrace.workdir.stream_binding import bind_copy, read_binding
 
 log = logging.getLogger(__name__)
 
 R = TypeVar("R")
 
-# A table truncated between snapshot and lock makes the snapshot useless for it; take a new one.
-SNAPSHOT_ATTEMPTS = 5
-WAYS_OUT = (
-    "three ways out: (1) next time hold the snapshot in a process of its own, with `millrace "
-    "snapshot`, so that it survives; (2) start from zero with --restart; (3) if nobody has "
-    "written to the source since, go on with --resume --not-consistent"
-)
 # What goes through Spark, and what it is needed for.
 MOVING = frozenset({Step.TABLE_DATA, Step.LARGE_OBJECTS})
 FINISHING = frozenset({Step.INDEXES, Step.CONSTRAINTS, Step.VACUUM})
@@ -97,70 +116,28 @@ class CloneResult:
     """What a clone, or its dry run, has to tell."""
 
     plan: Plan
-    warnings: list[preflight.Problem]
+    warnings: list[Problem]
     summary: Summary | None = None
 
 
 def clone(settings: CloneSettings, engine: Engine, reporter: Reporter) -> CloneResult:
     """Do the steps asked for: all of them are a clone."""
-    settings = _resolved(settings)
+    settings = resolved(settings)
     with open_lock(settings.directory):
         # Single steps share a directory, and so a run, one after the other.
         continues = settings.resume or settings.steps != CloneSettings.steps
         return _Run(settings, engine, reporter, continues=continues).run()
 
 
-def is_finished(directory: Path) -> bool:
-    """Whether the clone of this directory is done."""
-    setup = read_setup(directory)
-    return setup is not None and bool(setup["finished_at"])
-
-
 def dry_run(settings: CloneSettings) -> CloneResult:
     """The plan, made by the same code; touches neither server nor work directory."""
-    settings = _resolved(settings)
-    problems, _, encoding = _check_servers(settings, continues=False)
+    settings = resolved(settings)
+    problems, _, encoding = check_servers(settings, continues=False)
     with open_snapshot(settings.source, settings.snapshot) as snapshot:
         decision = read_decision(snapshot.connection, settings.filters)
         catalog = read_source(snapshot.connection, settings, decision, target_encoding=encoding)
         samples = sample_tables(snapshot.connection, catalog.tables, settings.split)
     return CloneResult(plan_clone(catalog, samples, settings.split), problems)
-
-
-def _resolved(settings: CloneSettings) -> CloneSettings:
-    return replace(settings, source=resolve(settings.source), target=resolve(settings.target))
-
-
-def _check_servers(
-    settings: CloneSettings, *, continues: bool
-) -> tuple[list[preflight.Problem], Installation, str]:
-    """(warnings, programs, the target's encoding); raises if a server is not ready."""
-    with (
-        connect(settings.source, "preflight") as source,
-        connect(settings.target, "preflight") as target,
-    ):
-        problems = preflight.check(source, target, settings, continues=continues)
-        versions = [c.info.server_version // 10000 for c in (source, target)]
-        encoding = server_encoding(target)
-        tls = source.pgconn.ssl_in_use
-    try:
-        tools = find_dump_tools(*versions, tls=tls)
-    except PreflightError as error:
-        problems.append(preflight.Problem("programs", error.message, error.hint))
-    warnings = [problem for problem in problems if problem.is_warning]
-    for problem in warnings:
-        log.warning("%s: %s", problem.side, problem.what)
-    preflight.raise_problems(problems)
-    return warnings, tools, encoding
-
-
-def find_dump_tools(source_version: int, target_version: int, *, tls: bool) -> Installation:
-    """pg_dump must not be older than the source; the target's writes best for the target."""
-    programs = ("pg_dump", "pg_restore", "pg_dumpall")
-    try:
-        return find_tools(max(source_version, target_version), *programs, tls=tls)
-    except PreflightError:
-        return find_tools(source_version, *programs, tls=tls)
 
 
 class _Run:
@@ -176,58 +153,79 @@ class _Run:
 
     def run(self) -> CloneResult:
         settings, began = self.settings, time.monotonic()
-        self.owned = settings.restart and self._owns_target()
-        if settings.restart:
-            # Nothing of the old run is thrown away before it is sure that a new one can start.
-            _check_servers(settings, continues=self.owned)
         # What is refused for the directory's sake is refused before any server is asked.
-        directory = self._open_directory()
-        self.setup = directory.setup
-        run_id = self.setup["run_id"] if self.setup else secrets.token_hex(4)
-        self.ledger = Ledger(settings, run_id)
+        self.held = read_held(settings.directory)
+        self.stream = read_binding(settings.directory)
+        if settings.resume and settings.restart:
+            raise WorkDirError("--resume and --restart cannot be used together")
+        before = read_setup(settings.directory)
+        setup = require_usable(settings, continues=self.continues)
+        check_slot(settings, setup, self.held)
+        if setup is None:
+            given = settings.snapshot or (self.held.id if self.held else None)
+            check_new_copy(settings, self.stream, given)
+        self.owned = settings.restart and owns_target(settings)
+        self.former = before["run_id"] if before and settings.restart else ""
+        run_id = setup["run_id"] if setup else secrets.token_hex(4)
+        self.schemas = read_schemas(settings)
+        claimed = claim(settings, run_id, self.schemas, takes_over=self.owned)
         with ExitStack() as stack:
-            stack.callback(directory.store.close)
+            if settings.restart:
+                # Nothing of the old run is thrown away before it is sure that a new one can start.
+                stack.enter_context(claimed)
+                check_servers(settings, continues=self.owned)
+            self.setup = setup
+            store = open_directory(settings, setup)
+            stack.callback(store.close)
+            if not settings.restart:
+                stack.enter_context(claimed)
+            self.records = RunRecords(settings, run_id)
             if settings.resume and self._was_finished():
-                if self.ledger.settle(directory.store):
+                if self.records.settle(store):
                     return self._nothing_left()
                 log.warning(
                     "the target crashed at the end of the run: what it lost is copied again"
                 )
-            warnings, tools, encoding = _check_servers(
+            warnings, tools, encoding = check_servers(
                 settings, continues=self.setup is not None or self.owned
             )
             self.job = Job(
                 settings,
-                self.engine,
+                self.engine.group(f"clone {run_id}"),
                 self.reporter,
                 run_id,
-                directory.store,
+                store,
                 tools,
                 encoding,
                 began_at=began,
             )
             if self.setup is None:
-                directory.store.write_setup(
-                    run_id=self.job.run_id, millrace_version=__version__, **pinned(settings)
-                )
+                self._pin()
                 failpoint.hit("run.pinned")
+            if Step.LARGE_OBJECTS in settings.steps:
+                is_skipped = settings.skip_large_objects
+                keep_skipped_large_objects(store, is_skipped=is_skipped)
             self.job.add_timing("connect and check", time.monotonic() - began)
             try:
-                self.needs_spark = self._needs_spark()
+                self._look_for_rows()
                 if self.needs_spark:
                     self.engine.start()
                     if not self.engine.is_local:
                         self.engine.wait()  # a cluster out of reach is told before anything is done
                 with self.job.step("take a snapshot and read the catalog"):
-                    snapshot = stack.enter_context(self._open_snapshot())
+                    view = self._open_view()
+                    stack.callback(view.snapshot.close)
+                    self.catalog, self.decision = view.catalog, view.decision
                 failpoint.hit("snapshot.opened")
                 self._own_target()
                 try:
-                    result = self._run_under(snapshot)
+                    result = self._run_under(view.snapshot)
                 except SnapshotLost as error:
                     error.hint = WAYS_OUT
                     raise
             except BaseException as error:
+                if isinstance(error, SnapshotLost) and self.stream is not None:
+                    error.hint = WAYS_OUT_OF_A_STREAM
                 self._stop_sessions()
                 if isinstance(error, KeyboardInterrupt):
                     log.warning("stopped: %s", self._how_to_go_on())
@@ -235,11 +233,19 @@ class _Run:
         result.warnings = warnings
         return result
 
-    def _owns_target(self) -> bool:
-        """Whether the target holds records of the run in the work directory: only then may
-        --restart empty it."""
-        setup = read_setup(self.settings.directory)
-        return setup is not None and Ledger(self.settings, setup["run_id"]).exists()
+    def _pin(self) -> None:
+        """From here on the directory is this run's, and its stream, if there is one, too."""
+        job, held = self.job, self.held
+        job.store.write_setup(
+            run_id=job.run_id,
+            millrace_version=__version__,
+            slot_name=held.slot if held else None,
+            plugin=held.plugin if held and held.slot else None,
+            **pinned(self.settings),
+        )
+        if self.stream is not None:
+            self.stream = replace(self.stream, run_id=job.run_id)
+            bind_copy(self.settings.directory, job.run_id, job.target_encoding)
 
     def _was_finished(self) -> bool:
         """Whether an earlier process brought the run to its end."""
@@ -250,83 +256,51 @@ class _Run:
         log.info("the run of %s is finished: nothing is left to do", self.setup["started_at"])
         return CloneResult(Plan(SourceCatalog(), {}, {}), [])
 
-    def _open_directory(self) -> Directory:
-        if self.settings.resume and self.settings.restart:
-            raise WorkDirError("--resume and --restart exclude each other")
-        return open_directory(self.settings, continues=self.continues)
-
-    def _needs_spark(self) -> bool:
-        """False if all that goes through Spark is on the target already; should that be lost
-        again meanwhile, the first task starts Spark by itself."""
-        setup, store = self.setup, self.job.store
-        if not self.settings.steps & MOVING:
-            return False
+    def _look_for_rows(self) -> None:
+        """See what of the source's rows is still to be read: only that takes Spark and a snapshot.
+        Should rows be lost again meanwhile, the first task starts Spark by itself."""
+        setup, store, settings = self.setup, self.job.store, self.settings
+        self.is_released = False
+        self.needs_spark = bool(settings.steps & MOVING)
         if setup is None or not setup["snapshot"]:
-            return True  # not planned yet
-        return not planned_parts(store) <= self.ledger.parts()
+            return  # not planned yet
+        self.records.require(store)
+        self.needs_spark = bool(rows_left(store, self.records.parts(), settings))
+        check_more_rows(
+            settings,
+            self.stream,
+            rows_left=self.needs_spark,
+            # Without records, nothing says that the schema is there.
+            makes_tables=Step.PRE_DATA in settings.steps and not self.records.exists(),
+        )
+        self.is_released = not self.needs_spark and archive_path(settings.directory).exists()
 
     def _own_target(self) -> None:
         """Take over what earlier processes of this run left on the target, or make sure that
         it is this directory's target that is about to be emptied."""
         if self.setup is not None:
             self._stop_sessions()
-        self.job.epoch, self.job.done = self.ledger.open(
+        self.job.epoch, self.job.done = self.records.open(
+            schemas=self.schemas,
             takes_over=self.owned or self.settings.drop_if_exists,
             is_new=self.setup is None,
             excluded=self.decision.excluded,
+            former=self.former,
+            stream=self.stream,
         )
         failpoint.hit("run.opened")
 
-    def _snapshot_id(self) -> str | None:
-        """The snapshot to take part in; None to export one."""
+    def _open_view(self) -> View:
+        """The view of the source that the run has: under its snapshot, or, once it has read every
+        row, as it has kept it."""
         settings, setup = self.settings, self.setup
-        held = read_held(settings.directory)
-        given = settings.snapshot or (held.id if held else None)
-        if settings.not_consistent:
-            return given
-        before = setup["snapshot"] if setup else None
-        if before and given and before != given:
-            raise WorkDirError(
-                f"{settings.directory} was set up for snapshot {before}, now it is {given}",
-                hint=f"use the same snapshot; if that is gone, {WAYS_OUT}",
-                field="snapshot",
-            )
-        return given or before
+        kept = read_kept(self.job.store) if self.is_released else None
+        if kept is not None and setup is not None:
+            return kept_view(settings, setup["snapshot"], *kept)
+        snapshot = choose_snapshot(settings, setup, self.held)
+        return open_view(settings, snapshot, self.job.target_encoding)
 
-    def _open_snapshot(self) -> HeldSnapshot:
-        """A snapshot under which every table is locked and none was rewritten since."""
-        given = self._snapshot_id()
-        for attempt in range(1, SNAPSHOT_ATTEMPTS + 1):
-            try:
-                snapshot = open_snapshot(self.settings.source, given)
-            except SnapshotLost as error:
-                error.hint = WAYS_OUT
-                raise
-            try:
-                log.info("using snapshot %s", snapshot.id)
-                self.decision = read_decision(snapshot.connection, self.settings.filters)
-                self.catalog = read_source(
-                    snapshot.connection,
-                    self.settings,
-                    self.decision,
-                    target_encoding=self.job.target_encoding,
-                )
-                if not self.catalog.rewritten:
-                    return snapshot
-                names = ", ".join(self.catalog.rewritten[:5])
-                if given or attempt == SNAPSHOT_ATTEMPTS:
-                    raise SnapshotLost(
-                        f"truncated or rewritten after the snapshot was taken: {names}",
-                        hint="take a new one when no TRUNCATE or ALTER TABLE runs on the source",
-                    )
-            except BaseException:
-                snapshot.close()
-                raise
-            snapshot.close()
-            log.warning("truncated or rewritten meanwhile, taking a new snapshot: %s", names)
-        raise AssertionError("unreachable")
-
-    def _run_under(self, snapshot: HeldSnapshot) -> CloneResult:
+    def _run_under(self, snapshot: HeldSnapshot | ReleasedSnapshot) -> CloneResult:
         job, settings, steps = self.job, self.settings, self.settings.steps
         with job.step("dump the schema"):
             dumping = in_thread(partial(open_archive, job, snapshot.id))
@@ -335,6 +309,7 @@ class _Run:
         catalog = plan.catalog
         self._log_decision()
         lists = plan_lists(job, archive, catalog, self.decision)
+        job.extension_homes = {one.name: one.schema for one in catalog.extensions}
         if Step.ROLES in steps and settings.roles:
             with job.step("roles"), connect(settings.target, job.role("roles")) as target:
                 failpoint.hit("roles.begin")
@@ -345,11 +320,17 @@ class _Run:
                 create_extensions(job, catalog)
         if Step.PRE_DATA in steps:
             with job.step("restore the schema"):
+                create_schemas(job, catalog)
                 own_schemas(job, lists, catalog)
                 restore(job, archive, lists.before, "pre-data", extensions=catalog.extensions)
+                map_function_settings(job, catalog)
+        plan = to_target(job, plan, archive, lists)
+        self.catalog = catalog = plan.catalog
         copied = {}
         waited = 0.0
         if steps & (MOVING | FINISHING):
+            if self.stream is not None and self.stream.run_id == job.run_id:
+                self.records.note_stream(self.stream)
             if Step.TABLE_DATA in steps:
                 self._find_guarded(plan)
                 empty_shared_tables(job, plan)
@@ -384,13 +365,13 @@ class _Run:
             run_id=job.run_id,
             consistency=self._consistency(),
         )
-        self.ledger.check(plan, copied)
+        self.records.check(plan, copied)
         write_summary(settings.directory / "summary.json", summary)
         failpoint.hit("summary.written")
         if steps == CloneSettings.steps or self._was_finished():
             job.store.write_finished()
             failpoint.hit("run.finished")
-            self.ledger.close(plan, copied, catalog.sequences)
+            self.records.close(plan, copied, catalog.sequences)
         return CloneResult(plan, [], summary)
 
     def _log_decision(self) -> None:
@@ -402,23 +383,20 @@ class _Run:
             for key, reason in keys.items():
                 log.info("%s: %s (%s)", what, decision.labels.get(key, key), reason)
 
-    def _plan(self, snapshot: HeldSnapshot) -> Plan:
+    def _plan(self, snapshot: HeldSnapshot | ReleasedSnapshot) -> Plan:
         """The plan of this run: made now, or by the process that began it."""
         job, settings = self.job, self.settings
         known = job.store.read_parts()
         catalog = self.catalog
         if known:
             catalog = replace(catalog, large_object_ranges=job.store.read_large_object_ranges())
-        new = [table for table in catalog.tables if table.oid not in known]
-        samples = sample_tables(snapshot.connection, new, settings.split)
-        plan = plan_clone(catalog, samples, settings.split, known=known)
-        is_planned = self.setup is not None and self.setup["snapshot"]
-        if not is_planned:
-            note_existing_schemas(job, catalog)
-        job.store.write_plan(catalog, plan.every_part)
-        failpoint.hit("plan.written")
-        if not is_planned or settings.not_consistent:
-            job.store.write_snapshot(snapshot.id)
+        if isinstance(snapshot, ReleasedSnapshot):
+            plan = plan_clone(catalog, {}, settings.split, known=known)
+        else:
+            new = [table for table in catalog.tables if table.oid not in known]
+            samples = sample_tables(snapshot.connection, new, settings.split)
+            plan = plan_clone(catalog, samples, settings.split, known=known)
+            self._write_plan(plan, snapshot.id)
         progress = job.progress
         progress.tables, progress.parts = len(plan.parts), len(plan.every_part)
         progress.indexes = sum(map(len, plan.indexes.values()))
@@ -426,14 +404,27 @@ class _Run:
         failpoint.hit("run.planned")
         return plan
 
+    def _write_plan(self, plan: Plan, snapshot: str) -> None:
+        store = self.job.store
+        is_planned = self.setup is not None and self.setup["snapshot"]
+        if not is_planned:
+            note_existing(self.job, plan.catalog)
+        store.write_plan(plan.catalog, plan.every_part)
+        keep(store, plan.catalog, self.decision)
+        failpoint.hit("plan.written")
+        if not is_planned or self.settings.not_consistent:
+            store.write_snapshot(snapshot)
+
     def _find_guarded(self, plan: Plan) -> None:
         """See which tables that still lack rows have triggers and foreign keys already."""
         planned = {(part.table_oid, part.number) for part in plan.every_part}
-        left = {oid for oid, _ in planned - self.ledger.parts()}
+        left = {oid for oid, _ in planned - self.records.parts()}
         with connect(self.settings.target, self.job.role("open")) as target:
             self.job.guarded = read_guarded(target, [plan.tables[oid] for oid in left])
 
-    def _copy(self, plan: Plan, snapshot: HeldSnapshot) -> dict[record.PartKey, record.CopiedPart]:
+    def _copy(
+        self, plan: Plan, snapshot: HeldSnapshot | ReleasedSnapshot
+    ) -> dict[record.PartKey, record.CopiedPart]:
         job = self.job
         wants_sequences = Step.SEQUENCES in self.settings.steps
         sequences = in_thread(self._set_sequences) if wants_sequences else None
@@ -461,7 +452,7 @@ class _Run:
         failpoint.hit("sequences.done")
 
     def _refresh(self, archive: Archive, lists: RestoreLists, plan: Plan) -> None:
-        recorded = self.ledger.parts()
+        recorded = self.records.parts()
         if can_refresh(self.job, lists, plan, recorded, was_finished=self._was_finished()):
             with self.job.step("materialized views"):
                 refresh(self.job, archive, lists, plan)
@@ -479,7 +470,8 @@ class _Run:
                 for _, schema, name in self.catalog.partitioned_tables:
                     analyze_partitioned(target, schema, name)
             if not settings.skip_database_properties:
-                set_database_properties(target, settings)
+                shared = is_shared(target, self.schemas)
+                set_database_properties(target, settings, is_shared=shared)
             failpoint.hit("properties.done")
 
     def _consistency(self) -> str:
@@ -492,18 +484,25 @@ class _Run:
         )
 
     def _how_to_go_on(self) -> str:
-        if read_held(self.settings.directory) or self.settings.snapshot:
+        if self.held or self.settings.snapshot or self._has_every_row():
             return "go on with the same command and --resume"
         return (
             "its snapshot is gone with it; start again with --restart, or, if nobody writes to "
             "the source, go on with --resume --not-consistent"
         )
 
+    def _has_every_row(self) -> bool:
+        try:
+            return has_every_row(self.settings)
+        except MillraceError as error:
+            log.debug("%s", error)
+            return False
+
     def _stop_sessions(self) -> None:
         """End the sessions of this run on both servers, whichever process left them."""
         for dsn in (self.settings.source, self.settings.target):
             try:
-                cancel_sessions(dsn, f"{APPLICATION} % {self.job.run_id}%")
+                cancel_sessions(dsn, [self.job.run_id])
             except MillraceError as error:
                 log.debug("could not stop sessions on %s: %s", dsn, error.message)
 

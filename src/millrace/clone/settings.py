@@ -4,22 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from millrace.clone.filter import FilterRules
-from millrace.clone.schema import SchemaSettings
-from millrace.clone.split import SplitSettings
+from millrace.clone.schema.entries import SchemaSettings
 from millrace.clone.step import ALL, Step
-from millrace.config.dsn import Dsn
+from millrace.route import Route, RouteSettings
+from millrace.split.plan import SplitSettings
 
 
 @dataclass(frozen=True)
-class CloneSettings:
+class CloneSettings(RouteSettings):
     """Flags of `millrace clone`, after environment and defaults."""
 
-    source: Dsn
-    target: Dsn
-    directory: Path
+    route: Route
     table_jobs: int = 4
     index_jobs: int = 4
     restore_jobs: int = 4
@@ -34,9 +30,11 @@ class CloneSettings:
     skip_database_properties: bool = False
     fail_fast: bool = False
     snapshot: str | None = None
+    # The slot that a held snapshot must have come with, and its plugin; "" for any.
+    slot_name: str = ""
+    plugin: str = ""
     maintenance_work_mem: str = "1GB"
     steps: frozenset[Step] = ALL
-    filters: FilterRules = field(default_factory=FilterRules)
     # Versions of extensions, by name.
     requirements: Mapping[str, str] = field(default_factory=dict)
     # Go on with the run in the work directory, or empty its target and start from zero.

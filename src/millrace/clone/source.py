@@ -6,20 +6,19 @@ rewriting before it is trusted; a table rewritten between snapshot and lock is r
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import psycopg
 
 from millrace.clone import large_object
-from millrace.clone.decision import PG_CLASS_OID, Decision
-from millrace.clone.filter import FilterRules
-from millrace.clone.filtering import filter_catalog
 from millrace.clone.settings import CloneSettings
-from millrace.clone.split import Sampled, SplitSettings, plan_part_count, plan_sample_percent
-from millrace.postgres import catalog
-from millrace.postgres.connect import server_encoding, translated
-from millrace.relation import SourceCatalog, Table
+from millrace.filter.apply import filter_catalog
+from millrace.filter.decide import PG_CLASS_OID, Decision
+from millrace.filter.rules import FilterRules
+from millrace.name import IDENTITY, Naming
+from millrace.postgres.catalog import relations as catalog
+from millrace.postgres.wire.connect import server_encoding, translated
+from millrace.relation import SourceCatalog
 
 Connection = psycopg.Connection[tuple[Any, ...]]
 
@@ -37,6 +36,7 @@ def read_source(
         connection,
         decision,
         settings.filters,
+        settings.naming,
         same_encoding=server_encoding(connection) == target_encoding,
         with_extensions=not settings.schema.skip_extensions,
         with_large_objects=not settings.skip_large_objects,
@@ -48,6 +48,7 @@ def read_catalog(
     connection: Connection,
     decision: Decision,
     rules: FilterRules,
+    naming: Naming = IDENTITY,
     *,
     same_encoding: bool = True,
     with_extensions: bool = True,
@@ -55,6 +56,10 @@ def read_catalog(
     with_locks: bool = False,
 ) -> SourceCatalog:
     """The catalog less what the filters leave out."""
+    # Under another name, the server that adds a key has to find the referenced table by itself.
+    foreign_keys = (
+        catalog.read_foreign_keys if naming.is_identity else catalog.read_relative_foreign_keys
+    )
     with translated("reading the source's catalog"):
         tables = catalog.read_tables(connection, same_encoding=same_encoding)
         tables = [
@@ -79,7 +84,7 @@ def read_catalog(
             tables=tuple(tables),
             # What is not copied by us is indexed by the restored schema.
             indexes=tuple(i for i in catalog.read_indexes(connection) if i.table_oid in copied),
-            foreign_keys=tuple(catalog.read_foreign_keys(connection)),
+            foreign_keys=tuple(foreign_keys(connection)),
             sequences=tuple(catalog.read_sequences(connection, with_extensions=with_extensions)),
             extensions=tuple(catalog.read_extensions(connection)),
             partitioned_tables=tuple(catalog.read_relations_of_kind(connection, "p")),
@@ -105,16 +110,3 @@ def read_families(connection: Connection) -> dict[int, int]:
             " WHERE relispartition AND relkind IN ('r', 'p', 'f')"
         )
     }
-
-
-def sample_tables(
-    connection: Connection, tables: Iterable[Table], split: SplitSettings
-) -> dict[int, list[Sampled]]:
-    """Samples of the tables that will be split."""
-    samples = {}
-    for table in tables:
-        if plan_part_count(table, split) > 1:
-            with translated(f"sampling {table.label}"):
-                rows = catalog.sample_keys(connection, table, plan_sample_percent(table))
-            samples[table.oid] = [Sampled(key, weight) for key, weight in rows]
-    return samples

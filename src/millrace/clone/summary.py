@@ -13,7 +13,7 @@ from pathlib import Path
 
 from millrace import __version__
 from millrace.clone.plan import Plan
-from millrace.postgres.record import CopiedPart, PartKey
+from millrace.postgres.run_record import CopiedPart, PartKey
 from millrace.workdir.store import Store, write_json
 
 

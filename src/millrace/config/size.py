@@ -16,7 +16,7 @@ def parse_size(text: str) -> int:
     match = _SIZE.fullmatch(text)
     if not match or match[2].lower() not in _FACTOR:
         raise ConfigError(
-            f"not a size: {text!r}",
+            f"invalid size: {text!r}",
             hint=f"write a number of bytes, or a number with one of {', '.join(UNITS)}, "
             "such as '250 MB'",
         )

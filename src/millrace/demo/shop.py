@@ -116,7 +116,7 @@ class Writers:
             ) from self._error
         if any(thread.is_alive() for thread in self._threads):
             raise ServerError(
-                "a shop writer does not end",
+                "a shop writer does not stop",
                 hint="Look in pg_stat_activity of the source for what it waits for.",
                 committed=self._committed,
             )

@@ -13,8 +13,8 @@ import psycopg
 
 from millrace.config.dsn import Dsn
 from millrace.errors import SnapshotLost
-from millrace.postgres.connect import connect, translated
 from millrace.postgres.quote import literal
+from millrace.postgres.wire.connect import connect, translated
 
 
 class HeldSnapshot(AbstractContextManager["HeldSnapshot"]):
@@ -43,6 +43,22 @@ class HeldSnapshot(AbstractContextManager["HeldSnapshot"]):
             ) from error
 
 
+class ReleasedSnapshot(AbstractContextManager["ReleasedSnapshot"]):
+    """The name of a snapshot under which everything was read that is needed: nothing holds it."""
+
+    def __init__(self, snapshot_id: str) -> None:
+        self.id = snapshot_id
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing to let go of."""
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+    def check(self) -> None:
+        """Nothing can be lost."""
+
+
 def open_snapshot(dsn: Dsn, snapshot_id: str | None = None) -> HeldSnapshot:
     """Export a snapshot, or take part in one that another session holds."""
     connection = connect(dsn, "snapshot")
@@ -59,3 +75,11 @@ def open_snapshot(dsn: Dsn, snapshot_id: str | None = None) -> HeldSnapshot:
         connection.close()
         raise
     return HeldSnapshot(connection, snapshot_id)
+
+
+def snapshot_sql(snapshot: str | None) -> str:
+    """What every read of the source starts with."""
+    begin = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY; "
+    if snapshot is None:
+        return begin
+    return f"{begin}SET TRANSACTION SNAPSHOT {literal(snapshot)}; "

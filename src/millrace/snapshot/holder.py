@@ -18,31 +18,38 @@ import select
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from psycopg import pq
 from psycopg.pq.abc import PGconn
 
 from millrace.config.dsn import Dsn
-from millrace.errors import ServerError, SnapshotLost, WorkDirError
-from millrace.postgres.connect import APPLICATION, error_for
-from millrace.postgres.libpq import result_error
+from millrace.errors import InvariantError, MillraceError, SnapshotLost, WorkDirError
+from millrace.lsn import render_lsn
 from millrace.postgres.quote import ident
+from millrace.postgres.wire import slot_creation as creation
+from millrace.postgres.wire.libpq import execute
+from millrace.postgres.wire.slot_creation import NewSlot, SlotSnapshot
+from millrace.postgres.wire.walsender import open_replication
+from millrace.room import AGAIN, writing
 from millrace.snapshot.export import open_snapshot
-from millrace.workdir.lock import PRIVATE
+from millrace.workdir.place import make_private
 
 log = logging.getLogger(__name__)
 
 FILE = "snapshot.json"
 CHECK_SECONDS = 1.0
+# How often a slot is made again because tables were created meanwhile.
+SLOT_ATTEMPTS = 3
 STOP_SECONDS = 10.0
+# More than the file will take.
+ROOM_BYTES = 8192
 
 
 @dataclass(frozen=True)
-class Held:
+class SnapshotHolder:
     """A snapshot that a living process holds."""
 
     id: str
@@ -55,21 +62,27 @@ class Held:
     start_lsn: str | None = None
 
 
-def read_held(directory: Path) -> Held | None:
+def read_held(directory: Path) -> SnapshotHolder | None:
     """The snapshot held for this work directory, if its process lives."""
     path = directory / FILE
     try:
         with path.open() as file:
             if _is_unlocked(file):
                 return None  # left behind by a process that was killed
-            return Held(**json.load(file))
+            text = file.read()
+            if not text:
+                raise WorkDirError(
+                    f"a snapshot is being taken for {directory}, and not held yet",
+                    hint="run the same command again when `millrace snapshot` has printed its id",
+                )
+            return SnapshotHolder(**json.loads(text))
     except FileNotFoundError:
         return None
     except (ValueError, TypeError) as error:
         raise WorkDirError(f"{path} is damaged: {error}", hint="remove it") from error
 
 
-def stop_held(directory: Path) -> Held:
+def stop_held(directory: Path) -> SnapshotHolder:
     """Tell the holder to let go, and wait until it has."""
     held = read_held(directory)
     if held is None:
@@ -91,12 +104,16 @@ def hold(
     slot: str | None = None,
     plugin: str = "pgoutput",
     before_slot: Callable[[], None] = lambda: None,
-) -> Iterator[tuple[Held, Callable[[], None]]]:
+    is_slot_whole: Callable[[str], bool] = lambda snapshot: True,
+    slot_timeout_seconds: float | None = None,
+) -> Iterator[tuple[SnapshotHolder, Callable[[], None]]]:
     """Hold a snapshot; yields (Held, check), where check raises SnapshotLost.
 
-    `before_slot` makes what must be there before the slot: the publications.
+    `before_slot` makes what must be there before the slot: the publications. `is_slot_whole` says
+    whether they have everything that is in the slot's snapshot; if not, both are made again.
     """
-    directory.mkdir(PRIVATE, parents=True, exist_ok=True)
+    with writing(directory / FILE, then=AGAIN):
+        make_private(directory)
     with (directory / FILE).open("a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -107,89 +124,100 @@ def hold(
                 f" by process {held.pid if held else ''}",
                 hint="use it, or end it with: millrace snapshot --stop",
             ) from None
-        file.seek(0)
-        file.truncate()
+        with writing(directory / FILE, then=AGAIN):
+            # A full disk is noticed before there is a slot. Not through a buffer, which it would
+            # make fail again when it is closed.
+            os.write(file.fileno(), bytes(ROOM_BYTES))
+            os.ftruncate(file.fileno(), 0)
         try:
-            if slot is not None:
-                before_slot()
-            with _session(dsn, slot, plugin) as (facts, check):
-                held = Held(pid=os.getpid(), source=dsn.identity(), since=_now(), **facts)
-                json.dump(asdict(held), file, indent=2)
-                file.write("\n")
-                file.flush()
+            asked = _Asked(dsn, slot, plugin, before_slot, is_slot_whole, slot_timeout_seconds)
+            with _session(asked) as (facts, check):
+                held = SnapshotHolder(pid=os.getpid(), source=dsn.identity(), since=_now(), **facts)
+                with writing(directory / FILE, then=AGAIN):
+                    text = json.dumps(asdict(held), indent=2) + "\n"
+                    os.write(file.fileno(), text.encode())
                 yield held, check
         finally:
             (directory / FILE).unlink(missing_ok=True)
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """A snapshot as it was asked for."""
+
+    dsn: Dsn
+    slot: str | None
+    plugin: str
+    before_slot: Callable[[], None]
+    is_slot_whole: Callable[[str], bool]
+    timeout_seconds: float | None
+
+
 @contextmanager
-def _session(dsn: Dsn, slot: str | None, plugin: str) -> Iterator[Any]:
-    if slot is None:
-        with open_snapshot(dsn) as snapshot:
+def _session(asked: _Asked) -> Iterator[Any]:
+    if asked.slot is None:
+        with open_snapshot(asked.dsn) as snapshot:
             yield {"id": snapshot.id}, snapshot.check
         return
-    connection = _open_replication(dsn)
+    connection, made = _make_slot(asked, asked.slot)
     try:
-        yield _create_slot(connection, slot, plugin), lambda: _check_silent(connection)
+        facts = {
+            "id": made.snapshot,
+            "slot": asked.slot,
+            "plugin": asked.plugin,
+            "start_lsn": render_lsn(made.start_lsn),
+        }
+        yield facts, lambda: _check_silent(connection)
     finally:
         connection.finish()
 
 
-def _open_replication(dsn: Dsn) -> PGconn:
-    conninfo = dsn.conninfo(replication="database", application_name=f"{APPLICATION} snapshot")
-    connection = pq.PGconn.connect(conninfo.encode())
-    if connection.status != pq.ConnStatus.OK:
-        message = connection.error_message.decode(errors="replace").strip()
+def _make_slot(asked: _Asked, slot: str) -> tuple[PGconn, NewSlot]:
+    """The slot, and the session that holds its snapshot. The last attempt counts as it is: what it
+    lacks is taken up by those who follow."""
+    for attempt in range(1, SLOT_ATTEMPTS + 1):
+        asked.before_slot()
+        connection = open_replication(asked.dsn, "snapshot", "UTF8")
+        made: NewSlot | None = None
+        try:
+            made = creation.create_slot(
+                connection,
+                asked.dsn,
+                slot,
+                asked.plugin,
+                snapshot=SlotSnapshot.EXPORT,
+                timeout_seconds=asked.timeout_seconds,
+            )
+            if asked.is_slot_whole(made.snapshot or "") or attempt == SLOT_ATTEMPTS:
+                return connection, made
+            log.info("making replication slot %s again, for tables that are new", slot)
+            execute(connection, f"DROP_REPLICATION_SLOT {ident(slot)}")
+        except BaseException:
+            if made is not None:
+                with suppress(MillraceError):
+                    execute(connection, f"DROP_REPLICATION_SLOT {ident(slot)}")
+            connection.finish()
+            raise
         connection.finish()
-        raise error_for(None, message, f"can't open a replication connection to {dsn}")
-    return connection
+    raise InvariantError("no attempt was the last")
 
 
-def _create_slot(connection: PGconn, slot: str, plugin: str) -> dict[str, Any]:
-    lsn, snapshot = _create(connection, slot, plugin, "export")
-    if not lsn or not snapshot:
-        raise ServerError(f"replication slot {slot} came without a snapshot")
-    return {
-        "id": snapshot.decode(),
-        "slot": slot,
-        "plugin": plugin,
-        "start_lsn": lsn.decode(),
-    }
-
-
-def create_slot(dsn: Dsn, slot: str, plugin: str) -> str:
-    """A slot without a snapshot; the position from which on it has every change."""
-    connection = _open_replication(dsn)
+def create_slot(
+    dsn: Dsn, slot: str, plugin: str, *, timeout_seconds: float | None = None
+) -> NewSlot:
+    """A slot without a snapshot."""
+    connection = open_replication(dsn, "slot", "UTF8")
     try:
-        lsn, _ = _create(connection, slot, plugin, "nothing")
+        return creation.create_slot(
+            connection,
+            dsn,
+            slot,
+            plugin,
+            snapshot=SlotSnapshot.NOTHING,
+            timeout_seconds=timeout_seconds,
+        )
     finally:
         connection.finish()
-    if not lsn:
-        raise ServerError(f"replication slot {slot} came without a position")
-    return lsn.decode()
-
-
-def _create(
-    connection: PGconn, slot: str, plugin: str, snapshot: str
-) -> tuple[bytes | None, bytes | None]:
-    statement = f"CREATE_REPLICATION_SLOT {ident(slot)} LOGICAL {ident(plugin)} "
-    if connection.server_version >= 150000:
-        options = [f"SNAPSHOT '{snapshot}'"]
-        # A standby that keeps slots in step (17+) takes this one over when it is promoted.
-        if connection.server_version >= 170000 and not _is_standby(connection):
-            options.append("FAILOVER true")
-        statement += f"({', '.join(options)})"
-    else:
-        statement += {"export": "EXPORT_SNAPSHOT", "nothing": "NOEXPORT_SNAPSHOT"}[snapshot]
-    result = connection.exec_(statement.encode())
-    if result.status != pq.ExecStatus.TUPLES_OK:
-        raise result_error(result, f"creating replication slot {slot}")
-    return result.get_value(0, 1), result.get_value(0, 2)
-
-
-def _is_standby(connection: PGconn) -> bool:
-    result = connection.exec_(b"SELECT pg_is_in_recovery()")
-    return result.get_value(0, 0) == b"t"
 
 
 def _check_silent(connection: PGconn) -> None:

@@ -43,10 +43,10 @@ from millrace.config.dsn import Dsn
 from millrace.config.size import parse_size
 from millrace.errors import ConfigError, MillraceError, WorkDirError
 from millrace.lsn import parse_lsn, render_lsn
-from millrace.postgres.connect import resolve
-from millrace.stream.change_range import ChangeSpool, open_change_spool, parse_tables
-from millrace.stream.changes import iter_changes
-from millrace.stream.spool import Range
+from millrace.postgres.wire.connect import resolve
+from millrace.spool.change_batch import iter_changes
+from millrace.spool.interface import Range
+from millrace.spool.selection import ChangeSpool, open_change_spool, parse_tables
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -63,7 +63,7 @@ SCHEMA: Final = (
     " `committed_at` timestamp, `schema` string, `table` string, `relation_oid` bigint,"
     " `operation` string, `replica_identity` string, `key` array<string>,"
     " `old` map<string, string>, `new` map<string, string>, `unchanged` array<string>,"
-    " `options` array<string>"
+    " `options` array<string>, `prefix` string, `content` binary"
 )
 
 Offset = dict[str, str]

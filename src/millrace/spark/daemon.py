@@ -24,9 +24,6 @@ sys.path_importer_cache.clear()
 
 from pyspark import daemon  # noqa: E402 (after the path is set)
 
-import millrace.clone.compare_rows  # noqa: E402
-import millrace.clone.copy  # noqa: E402, F401
-
 
 def run() -> None:
     """Fork workers until Spark ends."""

@@ -42,6 +42,10 @@ HINT = (
 _QUIET = ("-Xlog:cds=off", "-Xlog:cds+dynamic=off")
 
 
+# Without it each JVM has a file below /tmp, wherever its other files are.
+NO_PERFORMANCE_DATA = "-XX:-UsePerfData"
+
+
 @cache
 def find_java() -> tuple[str, int]:
     """(path of java, major version), or an error that says what to install."""
@@ -58,7 +62,9 @@ def find_java() -> tuple[str, int]:
 
 @cache
 def _version_output(path: str) -> str:
-    return subprocess.run([path, "-version"], capture_output=True, text=True).stderr
+    return subprocess.run(
+        [path, NO_PERFORMANCE_DATA, "-version"], capture_output=True, text=True
+    ).stderr
 
 
 def class_archive() -> Path:

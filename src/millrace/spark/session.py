@@ -18,17 +18,21 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import zipfile
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import millrace
-from millrace.errors import ConfigError, MillraceError, ServerError
-from millrace.spark.java import class_archive_options, find_java
+from millrace.errors import ConfigError, MillraceError, ServerError, as_bug
+from millrace.room import AGAIN, NO_ROOM, no_room
+from millrace.spark.java import NO_PERFORMANCE_DATA, class_archive_options, find_java
+from millrace.spark.scratch import Scratch
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
@@ -41,6 +45,12 @@ R = TypeVar("R")
 # How often Spark runs a task whose worker died; lost connections are retried inside the task.
 TASK_ATTEMPTS = 4
 DRIVER_MEMORY = "512m"
+# Of tasks that belong to no group.
+OWN_GROUP = "millrace"
+# By which Spark's error of a job that was cancelled is known.
+CANCELLED = "SPARK_JOB_CANCELLED"
+# What Spark keeps on disk for tasks that return little: copies of the package, and of the tasks.
+SCRATCH_BYTES = 64 * 1024 * 1024
 
 DEFAULT_CONF = {
     "spark.app.name": "millrace",
@@ -84,9 +94,9 @@ class Engine:
         self._gateway: Any = None
         self._failure: BaseException | None = None
         self._closed = False
-        self._files = TemporaryDirectory(prefix="millrace-spark-")
+        self._scratch = Scratch()
         # What the JVM and the workers print.
-        self.log_path = log_path or Path(self._files.name) / "spark.log"
+        self.log_path = log_path or self._scratch.path / "spark.log"
         self._thread = threading.Thread(target=self._start, name="spark-start", daemon=True)
 
     def start(self) -> None:
@@ -109,33 +119,44 @@ class Engine:
         if self._failure is not None:
             if isinstance(self._failure, MillraceError):
                 raise self._failure
+            if NO_ROOM in str(self._failure):
+                raise self._no_room() from self._failure
             raise ServerError(
                 f"Spark did not start with master {self.master}: {_first_line(self._failure)}",
-                hint="check --master and --conf; Spark's own words are in spark.log in --dir",
+                hint="check --master and --conf; Spark's own messages are in spark.log in --dir",
             ) from self._failure
         return time.monotonic() - began
 
     def call(self, body: Callable[[A, int], R], argument: A, description: str) -> R:
         """Run `body(argument, attempt)` in a Spark task and return its result."""
-        self.wait()
-        return self._run(body, argument, description)
+        return self.call_for(OWN_GROUP, body, argument, description)
 
-    def _run(self, body: Callable[[A, int], R], argument: A, description: str) -> R:
+    def call_for(self, group: str, body: Callable[[A, int], R], argument: A, description: str) -> R:
+        """The same for the tasks of a group."""
+        self.wait()
+        return self._run(group, body, argument, description)
+
+    def _run(self, group: str, body: Callable[[A, int], R], argument: A, description: str) -> R:
         context = self._context
         assert context is not None
         try:
-            context.setJobGroup(description, description, interruptOnCancel=True)
+            # Of this thread only: pyspark has a thread of the JVM for each of ours.
+            context.setJobGroup(group, description, interruptOnCancel=True)
             results: list[R | MillraceError] = (
-                context.parallelize([argument], 1).mapPartitions(_task(body)).collect()
+                context.parallelize([argument], 1).mapPartitions(_task(body, description)).collect()
             )
         except Exception as error:
             if self._closed:
                 raise ServerError(f"{description}: stopped") from None
+            if CANCELLED in str(error):
+                raise ServerError(f"{description}: cancelled") from None
+            if NO_ROOM in str(error):
+                raise self._no_room() from error
             if self._jvm_is_gone() or _is_out_of_reach(error):
                 raise ServerError(
                     f"{description}: Spark's JVM ended",
-                    hint="it was killed, perhaps by the out-of-memory killer; spark.log in --dir "
-                    "has its last words",
+                    hint="it was killed, perhaps by the out-of-memory killer; see the end of "
+                    "spark.log in --dir",
                 ) from None
             raise _task_error(error, description) from error
         (result,) = results
@@ -143,14 +164,31 @@ class Engine:
             raise result
         return result
 
+    def _no_room(self) -> MillraceError:
+        place = self.conf.get("spark.local.dir", str(self._scratch.path))
+        then = f"{AGAIN}; TMPDIR or --conf spark.local.dir=... name another disk"
+        return no_room(Path(place) / "spark", NO_ROOM, needed_bytes=SCRATCH_BYTES, then=then)
+
     def cancel(self) -> None:
-        """Stop every running task; those of a JVM that was killed end by themselves."""
+        """Stop every running task, of all groups; those of a JVM that was killed end by
+        themselves."""
+        self._cancel(lambda context: context.cancelAllJobs())
+
+    def cancel_group(self, group: str) -> None:
+        """Stop the running tasks of a group."""
+        self._cancel(lambda context: context.cancelJobGroup(group))
+
+    def _cancel(self, cancel: Callable[[SparkContext], None]) -> None:
         if self._context is not None and not self._jvm_is_gone():
             try:
-                self._context.cancelAllJobs()
+                cancel(self._context)
             except Exception as error:
                 if not _is_out_of_reach(error):
                     raise
+
+    def group(self, name: str) -> EngineGroup:
+        """This engine for one owner of tasks."""
+        return EngineGroup(self, name)
 
     def _jvm_is_gone(self) -> bool:
         return self._gateway is None or self._gateway.proc.poll() is not None
@@ -181,14 +219,14 @@ class Engine:
         if self._gateway is not None:
             _stop_jvm(self._gateway, self._end_seconds)
         self._context = self._gateway = None
-        self._files.cleanup()
+        self._scratch.close()
 
     def _start(self) -> None:
         began = time.monotonic()
         try:
             self._context = self._open_context()
             # The first task starts the Python workers' parent, which takes 2 s.
-            self._run(_nothing, 0, "warm up")
+            self._run(OWN_GROUP, _nothing, 0, "warm up")
         except BaseException as error:
             self._failure = error
         finally:
@@ -200,19 +238,24 @@ class Engine:
         options = ["-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-Xss1m"]
         log_settings = Path(__file__).with_name("log4j2.properties")
         options.append(f"-Dlog4j2.configurationFile={log_settings}")
+        options += [f"-Djava.io.tmpdir={self._scratch.path}", NO_PERFORMANCE_DATA]
         options += class_archive_options()
         conf = DEFAULT_CONF | {"spark.master": self.master}
+        conf["spark.local.dir"] = str(self._scratch.path)
         if self.master.startswith("local"):
             conf["spark.driver.host"] = conf["spark.driver.bindAddress"] = "127.0.0.1"
         if local:
             # Only where the workers surely have this package installed.
             name = "stream_daemon" if self._streams else "daemon"
             conf["spark.python.daemon.module"] = f"millrace.spark.{name}"
+            conf["spark.python.unix.domain.socket.dir"] = str(self._scratch.path)
+            conf["spark.executorEnv.TMPDIR"] = str(self._scratch.path)
         conf |= self.conf
         conf["spark.driver.extraJavaOptions"] = " ".join(
             [*options, self.conf.get("spark.driver.extraJavaOptions", "")]
         ).strip()
         os.environ["PYSPARK_PYTHON"] = os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
+        os.environ.setdefault("SPARK_LAUNCHER_OPTS", NO_PERFORMANCE_DATA)
         if self.master.startswith("local"):
             os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
         memory = conf["spark.driver.memory"]
@@ -224,20 +267,57 @@ class Engine:
             ]
         )
         logging.getLogger().addFilter(_is_not_of_py4j)
-        from pyspark import SparkConf, SparkContext
-        from pyspark.java_gateway import launch_gateway
+        from pyspark import SparkConf, SparkContext, java_gateway
 
+        # It makes a directory while the JVM starts, which would stay if we were killed then.
+        java_gateway.tempfile = SimpleNamespace(
+            mkdtemp=partial(tempfile.mkdtemp, dir=self._scratch.path), mkstemp=tempfile.mkstemp
+        )
         spark_conf = SparkConf(loadDefaults=False).setAll(list(conf.items()))
         with self.log_path.open("ab") as log_file:
-            self._gateway = launch_gateway(popen_kwargs={"stderr": log_file, "stdout": log_file})
+            self._gateway = java_gateway.launch_gateway(
+                popen_kwargs={
+                    "stderr": log_file,
+                    "stdout": log_file,
+                    "pass_fds": self._scratch.descriptors,
+                }
+            )
         if self._closed:
             raise ServerError("stopped before Spark had started")
         context = SparkContext(conf=spark_conf, gateway=self._gateway)
         # A JVM that was killed would be told on stderr, with a stack trace; we tell it ourselves.
         context._accumulatorServer.handle_error = lambda *_: None
         if not local:
-            context.addPyFile(str(_package_zip(Path(self._files.name))))
+            context.addPyFile(str(_package_zip(self._scratch.path)))
         return context
+
+
+class EngineGroup:
+    """The tasks of one owner, as a job group of Spark's."""
+
+    def __init__(self, engine: Engine, name: str) -> None:
+        self._engine = engine
+        self._name = name
+        self.is_local = engine.is_local
+
+    @property
+    def start_seconds(self) -> float:
+        return self._engine.start_seconds
+
+    def start(self) -> None:
+        self._engine.start()
+
+    def wait(self) -> float:
+        return self._engine.wait()
+
+    def call(self, body: Callable[[A, int], R], argument: A, description: str) -> R:
+        return self._engine.call_for(self._name, body, argument, description)
+
+    def cancel(self) -> None:
+        self._engine.cancel_group(self._name)
+
+    def group(self, name: str) -> EngineGroup:
+        return self._engine.group(name)
 
 
 def default_master(slots: int) -> str:
@@ -266,8 +346,11 @@ def _nothing(argument: int, attempt: int) -> int:
     return argument + attempt
 
 
-def _task(body: Callable[[A, int], R]) -> Callable[[Any], list[R | MillraceError]]:
-    """An error of ours is a result: trying again is not for Spark to decide."""
+def _task(
+    body: Callable[[A, int], R], description: str
+) -> Callable[[Any], list[R | MillraceError]]:
+    """An error of ours is a result, and so is a bug of ours: trying again is not for Spark to
+    decide. What the machine may have caused is tried again, perhaps on another one."""
 
     def run(arguments: Any) -> list[R | MillraceError]:
         from pyspark import TaskContext
@@ -275,11 +358,27 @@ def _task(body: Callable[[A, int], R]) -> Callable[[Any], list[R | MillraceError
         context = TaskContext.get()
         attempt = context.attemptNumber() if context else 0
         try:
-            return [body(argument, attempt) for argument in arguments]
+            with as_bug(description):
+                return [body(argument, attempt) for argument in arguments]
         except MillraceError as error:
             return [error]
+        except (OSError, MemoryError) as error:
+            if attempt + 1 < TASK_ATTEMPTS:
+                raise
+            return [_machine_error(error, description)]
 
     return run
+
+
+def _machine_error(error: OSError | MemoryError, description: str) -> MillraceError:
+    where = getattr(error, "filename", None)
+    place = f": {where}" if where else ""
+    reason = getattr(error, "strerror", None) or type(error).__name__
+    return ServerError(
+        f"{description}: {reason}{place}",
+        hint="look at the disk and the memory of the machine that ran the task; spark.log in --dir"
+        " has the traceback",
+    )
 
 
 def _task_error(error: Exception, description: str) -> MillraceError:

@@ -6,9 +6,9 @@ every worker, and only for those who stream.
 
 from __future__ import annotations
 
-import millrace.stream.apply_task  # noqa: F401
+import millrace.apply.task  # noqa: F401
+from millrace.apply.warm_up import warm_up
 from millrace.spark import daemon
-from millrace.stream.warm_up import warm_up
 
 if __name__ == "__main__":
     warm_up()

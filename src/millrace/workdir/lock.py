@@ -15,9 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from millrace.errors import WorkDirError
-
-# Of a folder that we make: the schema in it may hold passwords, of user mappings for one.
-PRIVATE = 0o700
+from millrace.room import AGAIN, writing
+from millrace.workdir.place import make_private
 
 
 def read_holder(directory: Path) -> int | None:
@@ -38,7 +37,7 @@ def read_holder(directory: Path) -> int | None:
 def open_lock(directory: Path) -> Iterator[None]:
     """Hold the directory, or say who does."""
     try:
-        directory.mkdir(PRIVATE, parents=True, exist_ok=True)
+        make_private(directory)
         file = (directory / "millrace.pid").open("a+")
     except OSError as error:
         raise WorkDirError(
@@ -54,8 +53,13 @@ def open_lock(directory: Path) -> Iterator[None]:
                 f"another millrace is running in {directory}: {file.read().strip()}",
                 hint="wait for it, stop it, or choose another directory with --dir",
             ) from None
-        file.seek(0)
-        file.truncate()
-        file.write(f"pid {os.getpid()} since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
-        file.flush()
-        yield
+        with writing(directory / "millrace.pid", then=AGAIN):
+            # Not through a buffer, which a full disk would make fail again when it is closed.
+            os.ftruncate(file.fileno(), 0)
+            line = f"pid {os.getpid()} since {time.strftime('%Y-%m-%d %H:%M:%S')}\n"
+            os.write(file.fileno(), line.encode())
+        try:
+            yield
+        finally:
+            # A process that lives on, with other directories in hand, is not the holder any more.
+            os.ftruncate(file.fileno(), 0)

@@ -20,7 +20,9 @@ from urllib.parse import quote
 
 from millrace.errors import WorkDirError
 from millrace.relation import LargeObjectRange, Part, SourceCatalog
-from millrace.workdir.lock import PRIVATE
+from millrace.room import writing
+from millrace.workdir.format import check_format, write_format
+from millrace.workdir.place import make_private
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS setup (
@@ -33,12 +35,18 @@ CREATE TABLE IF NOT EXISTS setup (
     split_tables_larger_than INTEGER NOT NULL,
     split_max_parts INTEGER NOT NULL,
     filters TEXT NOT NULL DEFAULT '',
+    -- What schemas are called on the target, as JSON; empty for the same names.
+    rename_schema TEXT NOT NULL DEFAULT '',
     -- What of the schema is left out: --no-owner, --skip-extensions and the like.
     schema_options TEXT NOT NULL DEFAULT '',
+    -- Of the slot that the snapshot came with, if changes are to be followed.
     plugin TEXT,
     slot_name TEXT,
     started_at TEXT NOT NULL,
-    finished_at TEXT
+    finished_at TEXT,
+    -- The names by which pgcopydb's users know them.
+    source_pg_uri TEXT AS (source),
+    target_pg_uri TEXT AS (target)
 );
 CREATE TABLE IF NOT EXISTS tables (
     oid INTEGER PRIMARY KEY, schema TEXT, name TEXT, heap_bytes INTEGER, total_bytes INTEGER,
@@ -58,6 +66,9 @@ CREATE TABLE IF NOT EXISTS foreign_keys (
 CREATE TABLE IF NOT EXISTS large_object_ranges (
     number INTEGER PRIMARY KEY, first_oid INTEGER, last_oid INTEGER, count INTEGER
 );
+-- What was read under the snapshot and is needed after it: once all rows are copied, a run goes on
+-- without the snapshot.
+CREATE TABLE IF NOT EXISTS kept (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 -- Schemas the target had before the run: they are not created.
 CREATE TABLE IF NOT EXISTS existing_schemas (oid INTEGER PRIMARY KEY);
 CREATE TABLE IF NOT EXISTS sequences (
@@ -84,16 +95,30 @@ class Store:
             self._database = _connect_read_only(path)
             return
         with writing(path):
-            path.parent.mkdir(PRIVATE, parents=True, exist_ok=True)
+            make_private(path.parent)
             self._open(path)
 
     def _open(self, path: Path) -> None:
         self._database = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+        check_format(self._database, path)
         self._database.execute("PRAGMA journal_mode = WAL")
         # A killed process loses nothing; after a power cut the last timings may be missing. What
         # a resumed run depends on is synced by hand.
         self._database.execute("PRAGMA synchronous = NORMAL")
         self._database.executescript(SCHEMA)
+        self._add_missing_columns()
+        write_format(self._database)
+
+    def _add_missing_columns(self) -> None:
+        """Of runs that began with an older release."""
+        found = {row[1] for row in self._database.execute("PRAGMA table_xinfo(setup)")}
+        if "rename_schema" not in found:
+            self._database.execute(
+                "ALTER TABLE setup ADD COLUMN rename_schema TEXT NOT NULL DEFAULT ''"
+            )
+        for side in ("source", "target"):
+            if f"{side}_pg_uri" not in found:
+                self._database.execute(f"ALTER TABLE setup ADD COLUMN {side}_pg_uri AS ({side})")
 
     def close(self) -> None:
         self._database.close()
@@ -188,6 +213,13 @@ class Store:
         rows = self._rows("SELECT * FROM large_object_ranges ORDER BY number")
         return tuple(LargeObjectRange(**row) for row in rows)
 
+    def write_kept(self, name: str, value: str) -> None:
+        self._insert("kept", [{"name": name, "value": value}])
+
+    def read_kept(self, name: str) -> str | None:
+        rows = self._rows("SELECT value FROM kept WHERE name = ?", name)
+        return rows[0]["value"] if rows else None
+
     def write_existing_schemas(self, oids: Iterable[int]) -> None:
         self._insert("existing_schemas", ({"oid": oid} for oid in oids))
 
@@ -274,6 +306,7 @@ def _connect_read_only(path: Path) -> sqlite3.Connection:
             database.close()
             failure = error
             continue
+        check_format(database, path)
         if row is None:
             database.close()
             raise WorkDirError(f"{path} is being made", hint="ask again in a moment")
@@ -289,19 +322,6 @@ def write_json(path: Path, value: Any) -> None:
     with writing(path):
         draft.write_text(json.dumps(value, indent=2, default=str) + "\n")
         draft.replace(path)
-
-
-@contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """A disk that is full or fails is told as that of the work directory."""
-    try:
-        yield
-    except (sqlite3.Error, OSError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise WorkDirError(
-            f"can't use {path} in the work directory: {reason}",
-            hint="make room on that disk, then go on with the same command and --resume",
-        ) from error
 
 
 def _now(offset_seconds: float = 0.0) -> str:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from millrace.errors import FormatError
 from millrace.postgres.binary_text import column_kernel
 from millrace.postgres.binary_text.types import BinaryType
-from millrace.postgres.pgoutput import Bytes
+from millrace.postgres.pgoutput.messages import Bytes
 
 Positions = NDArray[np.int64]
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace.postgres.kernel import be16, kernel
-from millrace.postgres.pgoutput import Bytes
+from millrace.postgres.pgoutput.messages import Bytes
 
 Texts = tuple[Bytes, NDArray[np.int64]]
 

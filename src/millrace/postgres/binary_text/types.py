@@ -3,7 +3,7 @@
 Invariant: a type is listed only if its binary form holds everything its text form needs. Names of
 objects (regclass and the like) and money (which prints as the server's locale says) are not.
 
-Facts: src/include/catalog/pg_type.dat; below 16384 OIDs mean the same on every server.
+Facts: src/include/catalog/pg_type.dat; below 10000 OIDs mean the same on every server.
 """
 
 from __future__ import annotations

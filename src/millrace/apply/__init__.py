@@ -1,0 +1,1 @@
+"""From the spool into the target, exactly once."""

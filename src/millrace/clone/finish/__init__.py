@@ -1,0 +1,1 @@
+"""What follows the rows of a table: indexes, constraints, sequences, vacuum."""

@@ -1,0 +1,1 @@
+"""The schema on its way to the target: dumped, sorted, restored."""

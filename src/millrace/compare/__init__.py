@@ -1,0 +1,1 @@
+"""Are both sides equal? Data and schema."""

@@ -1,0 +1,36 @@
+"""What runs task bodies elsewhere: declared here, implemented by `millrace.spark`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+A = TypeVar("A")
+R = TypeVar("R")
+
+
+class Engine(Protocol):
+    """Runs plain functions over plain values, many at once, perhaps on other machines."""
+
+    # Whether it runs on this machine alone, so that it can be trusted to start.
+    is_local: bool
+
+    @property
+    def start_seconds(self) -> float:
+        """How long it took until tasks could run."""
+
+    def start(self) -> None:
+        """Begin to start, if that has not begun; returns at once."""
+
+    def wait(self) -> float:
+        """Wait until tasks can run; the seconds waited."""
+
+    def call(self, body: Callable[[A, int], R], argument: A, description: str) -> R:
+        """Run `body(argument, attempt)` in a task; blocks until it ends."""
+
+    def cancel(self) -> None:
+        """Stop every running task; of a group, its own."""
+
+    def group(self, name: str) -> Engine:
+        """The same engine for one owner of tasks, say a stream: what it cancels are the running
+        tasks of all groups of exactly this name, and no others."""

@@ -1,0 +1,1 @@
+"""What users leave out: the rules, the decision they lead to, and its application."""

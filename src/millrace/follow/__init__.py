@@ -1,0 +1,1 @@
+"""A stream from its set-up to its end: slot, publications, receiver and apply together."""

@@ -1,0 +1,1 @@
+"""What is checked when a stream ends, and what the checks rest on."""

@@ -1,0 +1,174 @@
+"""The end of a migration: everything applied, sequences set, both sides compared, views filled.
+
+Invariant: it succeeds only if every table is equal after the last change was applied, but for those
+that the user has named; a difference
+is an error, nothing is said to be done, and the stream can go on.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from contextlib import closing
+from dataclasses import dataclass, replace
+
+from millrace.compare.run import CompareSettings, compare_data
+from millrace.compare.task import TableComparison
+from millrace.engine import Engine
+from millrace.errors import ServerError, WorkDirError
+from millrace.follow.audit.ending import finish, take_back_endpos
+from millrace.follow.audit.finding import LARGE_OBJECTS, Finding, acquit
+from millrace.follow.audit.large_objects import compare_accused
+from millrace.follow.progress import FollowReporter
+from millrace.follow.settings import FollowSettings
+from millrace.follow.stream import follow, require_setup
+from millrace.follow.table_sync.resync import wait_for_syncs
+from millrace.lsn import render_lsn
+from millrace.postgres.catalog.view_refresh import refresh_views
+from millrace.postgres.wire.connect import connect, translated
+from millrace.postgres.wire.wal_end import read_end
+from millrace.spool.interface import Reader
+from millrace.spool.place import place_of
+from millrace.workdir.lock import open_lock
+from millrace.workdir.sentinel import Sentinel
+from millrace.workdir.sync_request import read_requests
+
+log = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class CutoverResult:
+    """What was done."""
+
+    endpos: int
+    sequences: int
+    # Materialized views that were filled again.
+    views: int
+    compared: list[TableComparison]
+    seconds: float
+    # What the audit found and the comparison did not acquit.
+    unfollowed: tuple[Finding, ...] = ()
+    # Tables that may differ.
+    accepted: frozenset[str] = frozenset()
+
+    @property
+    def is_equal(self) -> bool:
+        return all(one.is_equal for one in self.compared) and not any(
+            one.table == LARGE_OBJECTS for one in self.unfollowed
+        )
+
+    @property
+    def different(self) -> list[TableComparison]:
+        """Tables that differ and may not."""
+        return [o for o in self.compared if not o.is_equal and o.label not in self.accepted]
+
+    @property
+    def refused(self) -> tuple[Finding, ...]:
+        return tuple(one for one in self.unfollowed if not one.is_accepted)
+
+    @property
+    def is_good(self) -> bool:
+        """Whether nothing differs, and nothing may, but what was accepted."""
+        return not self.different and not self.refused
+
+
+def cutover(
+    settings: FollowSettings,
+    compare: CompareSettings,
+    engine: Engine,
+    reporter: FollowReporter,
+) -> CutoverResult:
+    """Bring the target to where the source stands now, and prove it."""
+    began = time.monotonic()
+    directory = settings.directory
+    with Sentinel(directory) as sentinel:
+        setup = require_setup(sentinel, directory)
+        before = sentinel.read().endpos
+        _finish_syncs(settings, engine, sentinel)
+        with connect(settings.source, "cutover") as source:
+            endpos = sentinel.choose_endpos(read_end(source))
+        log.info("the end position is %s", render_lsn(endpos))
+        try:
+            _switch_on(sentinel)
+            with closing(place_of(setup, directory, settings.target).open_reader()) as spool:
+                if not _wait_for_other(settings, sentinel, spool):
+                    # Whoever else reads the spool may not be done with it.
+                    own = replace(settings, keep_spool=True, endpos=endpos)
+                    follow(own, engine, reporter, is_compared=True)
+                _check_applied(sentinel, spool, endpos)
+            ending = finish(settings, setup, sentinel, endpos, waits=False)
+            compared = compare_data(compare, engine)
+            findings = compare_accused(ending.findings, settings.source, settings.target)
+        except BaseException:
+            take_back_endpos(sentinel, endpos, before)
+            raise
+        findings = acquit(findings, {one.label for one in compared if one.is_equal})
+        result = CutoverResult(
+            endpos, ending.sequences, 0, compared, 0.0, findings, settings.accepted
+        )
+        if not result.is_good:
+            take_back_endpos(sentinel, endpos, before)
+    views = 0
+    if result.is_good:
+        with connect(settings.target, "cutover") as to, translated("refreshing views"):
+            views = refresh_views(to)
+    return replace(result, views=views, seconds=time.monotonic() - began)
+
+
+def _finish_syncs(settings: FollowSettings, engine: Engine, sentinel: Sentinel) -> None:
+    """Tables that are to be copied again are, before the end is chosen: their copies must not be
+    newer than that."""
+    waiting = read_requests(sentinel, unfinished=True)
+    if not waiting:
+        return
+    log.info("first copying tables again: %s", ", ".join(one.label for one in waiting))
+    _switch_on(sentinel)
+    sentinel.set_endpos(None)
+    wait_for_syncs(settings, engine)
+
+
+def _switch_on(sentinel: Sentinel) -> None:
+    """A stream that somebody has switched off would never come to its end."""
+    state = sentinel.read()
+    if not (state.apply and state.prefetch):
+        log.warning("apply or prefetch was switched off; both are on now")
+        sentinel.set_apply(True)
+        sentinel.set_prefetch(True)
+
+
+def _wait_for_other(settings: FollowSettings, sentinel: Sentinel, spool: Reader) -> bool:
+    """Whether another process has followed to the end; waits for one that is still there."""
+    log.info(
+        "waiting until the millrace process that follows in this directory has applied everything"
+    )
+    while not _is_free(settings):
+        time.sleep(POLL_SECONDS)
+    # It may never have been there, or have been stopped before the end.
+    state = sentinel.read()
+    return (state.flushed_lsn or 0) >= (state.endpos or 0) and (
+        spool.plan(state.applied_lsn or 0, 1, state.endpos) is None
+    )
+
+
+def _is_free(settings: FollowSettings) -> bool:
+    try:
+        with open_lock(settings.directory):
+            return True
+    except WorkDirError:
+        return False
+
+
+def _check_applied(sentinel: Sentinel, spool: Reader, endpos: int) -> None:
+    state = sentinel.read()
+    if state.endpos != endpos:
+        raise WorkDirError(
+            "the end position was changed by another process", hint="run cutover again"
+        )
+    left = spool.plan(state.applied_lsn or 0, 1, endpos)
+    if (state.flushed_lsn or 0) < endpos or left is not None:
+        raise ServerError(
+            f"the stream ended before {render_lsn(endpos)}",
+            hint="run cutover again; `millrace stream sentinel get` shows how far the stream is",
+        )

@@ -1,0 +1,56 @@
+"""What a user asked of a stream."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from millrace.apply.conflict import OnConflict
+from millrace.filter.exclusions import Exclusions
+from millrace.log import LogSettings
+from millrace.route import Route, RouteSettings
+from millrace.spool.kind import SpoolKind
+
+DEFAULT_SLOT = "millrace"
+DEFAULT_PLUGIN = "pgoutput"
+# Metrics are nobody else's business unless --metrics-host says so.
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class SlotSettings:
+    """The slot of a stream, and where what it sends is kept; "" for what the work directory knows,
+    or else the default."""
+
+    name: str = ""
+    plugin: str = ""
+    spool: SpoolKind = SpoolKind.FILES
+    # How long its creation may wait for open transactions; None for as long as it takes.
+    timeout_seconds: float | None = None
+    # Set REPLICA IDENTITY FULL on tables that have none.
+    identity_full: bool = False
+
+
+@dataclass(frozen=True)
+class FollowSettings(RouteSettings):
+    """Flags of `millrace follow`, after environment and defaults."""
+
+    # Its filters are for tables that come later; its names are those of the copy.
+    route: Route
+    # Where the stream is to end; None leaves that to the sentinel.
+    endpos: int | None = None
+    # How many workers apply; None for as many as the stream began with, or one.
+    apply_jobs: int | None = None
+    on_conflict: OnConflict = OnConflict.STOP
+    max_spool_bytes: int | None = None
+    max_slot_lag_bytes: int | None = None
+    # 0: no batches.
+    batches_from_bytes: int = 16 * 1024 * 1024
+    binary: bool = True
+    # Keep what is applied in the spool, for others who read it.
+    keep_spool: bool = False
+    # How often sequences are brought forward; 0: never.
+    sequence_seconds: float = 60.0
+    left: Exclusions = field(default_factory=Exclusions)
+    # Tables, as schema.name, that may differ at the end.
+    accepted: frozenset[str] = frozenset()
+    log: LogSettings = field(default_factory=LogSettings)

@@ -1,0 +1,233 @@
+"""The beginning of a stream: a slot whose snapshot a clone copies.
+
+Invariant: copy and changes meet without gap or overlap, because the snapshot is the one that the
+slot was made with. A plain snapshot can't be turned into such a one, and is refused.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import psycopg
+
+from millrace.clone.directory import read_naming
+from millrace.config.dsn import Dsn
+from millrace.errors import ConfigError, MillraceError, PreflightError, WorkDirError
+from millrace.filter.apply import read_decision, read_left_out_schemas
+from millrace.filter.decide import PG_CLASS_OID, Decision
+from millrace.filter.exclusions import Exclusions
+from millrace.filter.rules import FilterRules
+from millrace.follow.audit.baseline import note_counters
+from millrace.follow.bound_copy import (
+    choose_slot,
+    read_stream,
+    require_no_stream,
+    write_stream,
+)
+from millrace.follow.membership import has_all
+from millrace.follow.published_table import read_published_tables
+from millrace.follow.settings import SlotSettings
+from millrace.follow.slot import cleanup, prepare_source
+from millrace.follow.slot_making import making_slot
+from millrace.postgres.catalog import relations as catalog
+from millrace.postgres.catalog.schemas import FOREIGN_STREAM_SCHEMA, STREAM_SCHEMA, USER_SCHEMA
+from millrace.postgres.quote import ident
+from millrace.postgres.wire.connect import connect, server_encoding, translated
+from millrace.route import Route
+from millrace.snapshot.holder import SnapshotHolder, hold, read_held
+from millrace.spool.interface import FOLDER as SPOOL_FOLDER
+from millrace.workdir.sentinel import Sentinel
+
+log = logging.getLogger(__name__)
+
+# Tables as changes name them, with the partitions below that hold their rows.
+_LEAVES = f"""
+SELECT c.oid::int8, n.nspname, c.relname,
+       array(SELECT t.relid::oid::int8 FROM pg_partition_tree(c.oid) t
+              WHERE t.isleaf AND t.relid <> c.oid)
+  FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
+ WHERE c.relkind IN ('r', 'p') AND NOT c.relispartition AND {USER_SCHEMA}
+"""
+
+
+@contextmanager
+def open_slot_snapshot(
+    route: Route,
+    slot: SlotSettings,
+    *,
+    is_copied: Callable[[], bool] = lambda: False,
+) -> Iterator[SnapshotHolder]:
+    """A snapshot that came with a slot: the one held for the directory, or a new one.
+
+    If what is done under a new one fails, its slot goes too: nobody could use it, and it would
+    make the source keep its WAL. Unless every row `is_copied`: then whoever goes on needs no
+    snapshot, but the slot.
+    """
+    directory, source, target, rules = route.place, route.source, route.target, route.filters
+    slot = choose_slot(directory, slot)
+    require_silence(target)
+    require_place(route)
+    with connect(target, "setup") as connection:
+        encoding = server_encoding(connection)
+    held = read_held(directory)
+    if held is not None:
+        if held.slot is None:
+            raise WorkDirError(
+                f"the snapshot held for {directory} has no replication slot: changes between it "
+                "and a slot made now would be lost",
+                hint="end it (millrace snapshot --stop) and hold one with: millrace snapshot "
+                "--follow; or let `clone --follow` make its own",
+            )
+        write_stream(directory, held, source, slot.spool, encoding)
+        yield held
+        return
+    require_no_stream(directory)
+
+    def prepare() -> None:
+        note_counters(directory, source)
+        wanted = published(source, rules)
+        for warning in prepare_source(
+            source, slot.name, slot.plugin, wanted, identity_full=slot.identity_full
+        ):
+            log.warning("source: %s", warning)
+
+    holding = hold(
+        directory,
+        source,
+        slot=slot.name,
+        plugin=slot.plugin,
+        before_slot=prepare,
+        is_slot_whole=lambda snapshot: has_all(
+            source, slot.name, slot.plugin, published(source, rules), snapshot
+        ),
+        slot_timeout_seconds=slot.timeout_seconds,
+    )
+    with making_slot(directory, source, slot.name) as making, holding as (held, _):
+        making.made()
+        write_stream(directory, held, source, slot.spool, encoding)
+        making.keep()
+        try:
+            yield held
+        except BaseException:
+            if is_copied():
+                log.warning(
+                    "replication slot %s stays: every row is copied; continue with clone --follow "
+                    "--resume, or remove it with: millrace stream cleanup",
+                    slot.name,
+                )
+            else:
+                _drop(route, slot.name, source.identity())
+            raise
+
+
+def require_silence(target: Dsn) -> None:
+    """Raise if changes could not be applied without firing triggers: soon, and not after hours of
+    copying."""
+    with connect(target, "setup") as connection:
+        try:
+            connection.execute("SET session_replication_role = replica")
+        except psycopg.errors.InsufficientPrivilege:
+            role = connection.info.user
+            raise PreflightError(
+                f"{role} may not set session_replication_role on the target",
+                hint=f"since version 15: GRANT SET ON PARAMETER session_replication_role TO "
+                f"{ident(role)}; or connect as a superuser",
+            ) from None
+
+
+def require_place(route: Route) -> None:
+    """Raise if the target has, or would get from the source, a schema of the user's that has the
+    name of the one in which a stream keeps its tables."""
+    rename = f"ALTER SCHEMA {STREAM_SCHEMA} RENAME TO ..."
+    with connect(route.target, "setup") as connection, translated("looking at the schemas"):
+        row = connection.execute(f"SELECT {FOREIGN_STREAM_SCHEMA}").fetchone()
+    if row == (True,):
+        raise PreflightError(
+            f"the target has a schema {STREAM_SCHEMA} that millrace did not make, where a stream "
+            "keeps its tables",
+            hint=f"{rename} there, or drop it if nobody needs it",
+        )
+    with connect(route.source, "setup") as connection, translated("looking at the schemas"):
+        row = connection.execute(f"SELECT {FOREIGN_STREAM_SCHEMA}").fetchone()
+        left_out = read_left_out_schemas(connection, route.filters)
+        is_copied = row == (True,) and STREAM_SCHEMA not in left_out
+    if is_copied:
+        raise PreflightError(
+            f"the source has a schema {STREAM_SCHEMA} of its own: on the target, a stream keeps "
+            "its tables in a schema of that name",
+            hint=f"{rename} there; or leave it out: [exclude-schema] {STREAM_SCHEMA} in --filters",
+        )
+
+
+def forget_stream(route: Route) -> None:
+    """Remove a stream that is to begin anew: slot, publications, position and spool."""
+    setup = read_stream(route.place)
+    if setup is not None:
+        _drop(route, setup.slot_name, setup.source)
+
+
+def published(source: Dsn, rules: FilterRules) -> set[int] | None:
+    """The OIDs of the tables that filters keep; None for all."""
+    if rules.is_empty:
+        return None
+    with connect(source, "filter") as connection, translated("reading the source's catalog"):
+        decision = read_decision(connection, rules)
+        tables = read_published_tables(connection, None)
+    return {table.oid for table in tables} - _left_out(decision)
+
+
+def read_left(source: Dsn, rules: FilterRules) -> Exclusions:
+    """What filters leave out of the changes."""
+    if rules.is_empty:
+        return Exclusions()
+    with connect(source, "filter") as connection, translated("reading the source's catalog"):
+        decision = read_decision(connection, rules)
+        tables = connection.execute(_LEAVES).fetchall()
+        sequences = catalog.read_sequences(connection)
+    out = _left_out(decision)
+    left: dict[tuple[str, str], tuple[bool, frozenset[str], str]] = {}
+    for oid, schema, name, leaves in tables:
+        # Of a partitioned table, filters speak of it or of its leaves.
+        found = {
+            (
+                leaf in out or oid in out,
+                decision.columns.get(leaf, decision.columns.get(oid, frozenset())),
+                decision.predicates.get(leaf, decision.predicates.get(oid, "")),
+            )
+            for leaf in leaves or [oid]
+        }
+        if len(found) > 1:
+            raise ConfigError(
+                f"the filters treat the partitions of {schema}.{name} differently: that can't be "
+                "followed, since a row may move from one to another",
+                hint=f"name {schema}.{name} itself in the filters",
+            )
+        left[schema, name] = found.pop()
+    return Exclusions(
+        frozenset(name for name, (is_out, _, _) in left.items() if is_out),
+        {name: columns for name, (_, columns, _) in left.items() if columns},
+        {name: where for name, (_, _, where) in left.items() if where},
+        frozenset((one.schema, one.name) for one in sequences if one.oid in out),
+    )
+
+
+def _left_out(decision: Decision) -> set[int]:
+    """OIDs of relations that are not there, or stay empty."""
+    keys = (*decision.excluded, *decision.data_skipped)
+    return {oid for kind, oid in keys if kind == PG_CLASS_OID}
+
+
+def _drop(route: Route, slot: str, identity: str) -> None:
+    log.warning("dropping replication slot %s: what was copied with it is not whole", slot)
+    try:
+        with connect(route.source, "cleanup") as here, connect(route.target, "cleanup") as there:
+            cleanup(here, there, slot, identity, read_naming(route.place))
+    except MillraceError as error:
+        log.error("%s; remove it with: millrace stream cleanup", error)
+        return
+    with Sentinel(route.place) as sentinel:
+        sentinel.clear()
+    shutil.rmtree(route.place / SPOOL_FOLDER, ignore_errors=True)

@@ -1,0 +1,1 @@
+"""Tables copied again while their stream continues."""

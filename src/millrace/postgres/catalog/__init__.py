@@ -1,0 +1,1 @@
+"""Catalog queries: what a database holds, and what its objects look like."""

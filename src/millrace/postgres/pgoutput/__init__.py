@@ -1,0 +1,1 @@
+"""Messages of logical replication, and the text of other output plugins."""

@@ -1,0 +1,1 @@
+"""The programs of PostgreSQL: found, run, and servers of our own."""

@@ -1,0 +1,1 @@
+"""Connections, sessions and the replication protocol: bytes to and from a server."""

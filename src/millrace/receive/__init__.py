@@ -1,0 +1,1 @@
+"""From the source's replication slot into the spool."""

@@ -1,0 +1,224 @@
+"""The sink `postgresql`: documents as rows of a table, with the enrichment's columns.
+
+Invariant: the table holds the newest version of each document that it was given. A row and its
+version commit together; the versions, those of deleted documents too, are in a table of ours beside
+it, and a delivery that is older than what is there changes nothing.
+
+Facts: PostgreSQL documentation, INSERT, ON CONFLICT: a row that the WHERE condition leaves alone is
+locked and not returned; so of two writers of one id the second sees the version of the first.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Final
+from urllib.parse import parse_qsl, quote, urlencode
+
+import pyarrow as pa
+from psycopg.pq.abc import PGconn
+from pyarrow import csv
+
+from millrace import failpoint
+from millrace.config.dsn import Dsn
+from millrace.errors import ConfigError, SinkError
+from millrace.postgres.quote import columns as column_list
+from millrace.postgres.quote import ident, literal
+from millrace.postgres.wire.libpq import copy_in, execute, open_session
+from millrace.sink.document import DocumentBatch, DocumentOrigin, Version
+from millrace.sink.protocol import Capabilities, ShardChoice
+
+SCHEMA: Final = "millrace_tube"
+_SETUP: Final = f"""
+SELECT pg_advisory_xact_lock(hashtextextended('{SCHEMA}', 0));
+CREATE SCHEMA IF NOT EXISTS {SCHEMA};
+CREATE TABLE IF NOT EXISTS {SCHEMA}.sink (
+    id int GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    name text NOT NULL UNIQUE
+);
+CREATE TABLE IF NOT EXISTS {SCHEMA}.version (
+    sink int NOT NULL,
+    id text NOT NULL,
+    shard int NOT NULL,
+    epoch bigint NOT NULL,
+    number bigint NOT NULL,
+    deleted boolean NOT NULL,
+    PRIMARY KEY (sink, id)
+) WITH (fillfactor = 80);
+"""
+# Columns of a stage table besides the document's.
+_OWN: Final = ("_id", "_shard", "_deleted")
+_FORMAT: Final = "FORMAT csv, NULL ''"
+
+
+def open_sink(address: str) -> PostgresTableSink:
+    """`postgresql://.../database?table=NAME`; the name as in SQL, with or without a schema."""
+    place, _, query = address.partition("?")
+    options = dict(parse_qsl(query, keep_blank_values=True))
+    table = options.pop("table", "")
+    if not table:
+        raise ConfigError(
+            "the sink postgresql needs a table",
+            hint="write postgresql://user@host:5432/database?table=NAME",
+        )
+    uri = f"postgresql:{place}?{urlencode(options, quote_via=quote)}"
+    return PostgresTableSink(Dsn.parse(uri, what="sink"), table)
+
+
+class PostgresTableSink:
+    """Writes to one table."""
+
+    capabilities = Capabilities(compares_versions=True, lists_ids_by_shard=True)
+    position = 0
+
+    def __init__(self, dsn: Dsn, table: str) -> None:
+        self._table = table
+        self._session: PGconn = open_session(dsn, "sink", "UTF8")
+        self._is_open = False
+        self._name = ""
+        self._names: tuple[str, ...] = ()
+        self._key: tuple[str, ...] = ()
+        self._sink = 0
+
+    def begin_documents(self, origin: DocumentOrigin, body: pa.Schema) -> None:
+        self._names, self._key = tuple(body.names), origin.key
+        self._name = name = self._find_table()
+        self._require_columns(name)
+        self._require_key(name, origin.key)
+        execute(self._session, f"BEGIN; {_SETUP}")
+        execute(
+            self._session,
+            f"INSERT INTO {SCHEMA}.sink (name) VALUES ({literal(name)}) ON CONFLICT DO NOTHING",
+        )
+        self._sink = int(self._scalar(f"SELECT id FROM {SCHEMA}.sink WHERE name = {literal(name)}"))
+        execute(self._session, "COMMIT")
+        selected = ", ".join(f"t.{ident(one)}" for one in self._names)
+        execute(
+            self._session,
+            "CREATE TEMP TABLE stage ON COMMIT DELETE ROWS AS"
+            f" SELECT ''::text AS _id, 0 AS _shard, false AS _deleted, {selected}"
+            f" FROM {name} t LIMIT 0",
+        )
+
+    def write_documents(self, batch: DocumentBatch) -> None:
+        execute(self._session, "TRUNCATE stage" if self._is_open else "BEGIN")
+        self._is_open = True
+        arrays = [batch.ids, batch.shards, batch.is_deleted, *batch.body.columns]
+        rows = pa.RecordBatch.from_arrays(arrays, names=[*_OWN, *self._names])
+        copy_in(self._session, f"COPY stage FROM STDIN ({_FORMAT})", _csv(rows))
+        execute(self._session, self._upsert(batch.version), "writing documents")
+
+    def commit(self, position: int) -> None:
+        if self._is_open:
+            failpoint.hit("sink.before_commit")
+            execute(self._session, "COMMIT")
+            self._is_open = False
+
+    def close(self) -> None:
+        self._session.finish()
+
+    def list_ids(self, choice: ShardChoice, older_than: Version, limit: int) -> dict[str, int]:
+        found = execute(
+            self._session,
+            f"SELECT id, shard FROM {SCHEMA}.version WHERE {self._older(choice, older_than)}"
+            f" AND NOT deleted LIMIT {limit}",
+        )[-1]
+        return {
+            (found.get_value(row, 0) or b"").decode(): int(found.get_value(row, 1) or 0)
+            for row in range(found.ntuples)
+        }
+
+    def forget_deleted(self, choice: ShardChoice, older_than: Version) -> None:
+        execute(
+            self._session,
+            f"DELETE FROM {SCHEMA}.version WHERE {self._older(choice, older_than)} AND deleted",
+        )
+
+    def _older(self, choice: ShardChoice, version: Version) -> str:
+        epoch, number = version
+        n, p = choice.partitions, choice.partition
+        # The remainder of a negative number is negative in SQL.
+        shards = f"(shard % {n} + {n}) % {n} = {p}"
+        if choice.shard is not None:
+            shards = f"shard = {choice.shard}"
+        return f"sink = {self._sink} AND {shards} AND (epoch, number) < ({epoch}, {number})"
+
+    def _find_table(self) -> str:
+        """The table with its schema, which may come from the user's search path."""
+        found = self._scalar(
+            "BEGIN; SET LOCAL search_path TO DEFAULT;"
+            " SELECT format('%I.%I', n.nspname, c.relname) FROM pg_class c JOIN pg_namespace n"
+            f" ON n.oid = c.relnamespace WHERE c.oid = to_regclass({literal(self._table)})"
+        )
+        execute(self._session, "COMMIT")
+        if not found:
+            raise SinkError(
+                f"the sink's database has no table {self._table}",
+                hint="create it with the columns that the enrichment returns",
+            )
+        return found
+
+    def _require_columns(self, name: str) -> None:
+        found = self._scalar(
+            "SELECT coalesce(json_agg(attname), '[]') FROM pg_attribute WHERE attrelid ="
+            f" {literal(name)}::regclass AND attnum > 0 AND NOT attisdropped"
+            " AND attgenerated = ''"
+        )
+        missing = [one for one in self._names if one not in json.loads(found)]
+        if missing:
+            raise SinkError(
+                f"{name} has no column {', '.join(missing)}, which the enrichment returns",
+                hint="add it to the table, or give it the name of a column in the enrichment",
+            )
+
+    def _require_key(self, name: str, key: tuple[str, ...]) -> None:
+        wanted = ", ".join(literal(one) for one in key)
+        found = self._scalar(
+            "SELECT count(*) FROM pg_index i WHERE indrelid ="
+            f" {literal(name)}::regclass AND indisunique AND indisvalid AND indpred IS NULL"
+            " AND indexprs IS NULL AND (SELECT array_agg(attname::text ORDER BY attname)"
+            " FROM pg_attribute WHERE attrelid = indrelid"
+            " AND attnum = ANY(indkey[0:indnkeyatts - 1]))"
+            f" = (SELECT array_agg(k ORDER BY k) FROM unnest(ARRAY[{wanted}]) k)"
+        )
+        if found == "0":
+            names = column_list(key)
+            raise SinkError(
+                f"{name} has no unique index on ({names}), the key of its documents",
+                hint=f"ALTER TABLE {name} ADD PRIMARY KEY ({names})",
+            )
+
+    def _scalar(self, query: str) -> str:
+        result = execute(self._session, query)[-1]
+        return (result.get_value(0, 0) or b"").decode() if result.ntuples else ""
+
+    def _upsert(self, version: Version) -> str:
+        """What takes the stage over."""
+        epoch, number = version
+        table, names, key = self._name, self._names, self._key
+        changes = ", ".join(
+            f"{ident(one)} = excluded.{ident(one)}" for one in names if one not in key
+        )
+        action = f"UPDATE SET {changes}" if changes else "NOTHING"
+        same = " AND ".join(f"t.{ident(one)} = s.{ident(one)}" for one in key)
+        return f"""
+WITH fresh AS (
+    INSERT INTO {SCHEMA}.version AS v (sink, id, shard, epoch, number, deleted)
+    SELECT {self._sink}, _id, _shard, {epoch}, {number}, _deleted FROM stage ORDER BY _id
+    ON CONFLICT (sink, id) DO UPDATE SET shard = excluded.shard, epoch = excluded.epoch,
+        number = excluded.number, deleted = excluded.deleted
+        WHERE (v.epoch, v.number) <= (excluded.epoch, excluded.number)
+    RETURNING id
+), gone AS (
+    DELETE FROM {table} t USING stage s JOIN fresh f ON f.id = s._id WHERE s._deleted AND {same}
+)
+INSERT INTO {table} ({column_list(names)}) SELECT {", ".join(f"s.{ident(one)}" for one in names)}
+    FROM stage s JOIN fresh f ON f.id = s._id WHERE NOT s._deleted
+    ON CONFLICT ({column_list(key)}) DO {action}
+"""
+
+
+def _csv(rows: pa.RecordBatch) -> memoryview:
+    sink = pa.BufferOutputStream()
+    options = csv.WriteOptions(include_header=False, quoting_style="needed")
+    csv.write_csv(rows, sink, options)
+    return memoryview(sink.getvalue())

@@ -1,0 +1,242 @@
+"""The sink `tantivy`: documents in a full-text index, a directory of files.
+
+Invariant: the index holds the newest version of each document that it was given, in one entry; that
+of a deleted document has its version and no text. One process writes at a time, for one commit;
+the others wait for their turn.
+
+Text of the columns is searchable word by word, numbers and truth values are searchable as such.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from itertools import islice
+from pathlib import Path
+from typing import Any, Final
+
+import pyarrow as pa
+
+from millrace import failpoint
+from millrace.errors import ConfigError, SinkError
+from millrace.sink.document import (
+    Document,
+    DocumentBatch,
+    DocumentOrigin,
+    Version,
+    iter_documents,
+)
+from millrace.sink.failure import FailureGuard
+from millrace.sink.protocol import Capabilities, ShardChoice
+
+# Names of columns do not begin like this one in the index.
+_ID, _SHARD, _EPOCH, _NUMBER, _DELETED = "_id", "_shard", "_epoch", "_number", "_deleted"
+_OWN: Final = (_ID, _SHARD, _EPOCH, _NUMBER, _DELETED)
+_HEAP_BYTES: Final = 64 << 20
+_MANY: Final = 10_000_000
+_LARGEST: Final = (1 << 63) - 1
+# How long another process may keep the index, and how often that is looked at.
+_LOCK_SECONDS: Final = 60.0
+_LOCK_PAUSE_SECONDS: Final = 0.02
+
+
+def open_sink(address: str) -> TantivySink:
+    """`tantivy:DIR`."""
+    if not address:
+        raise ConfigError("the sink tantivy needs a directory", hint="write tantivy:DIR")
+    return TantivySink(Path(address))
+
+
+class TantivySink:
+    """Writes to one index."""
+
+    capabilities = Capabilities(compares_versions=True, lists_ids_by_shard=True)
+    position = 0
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            import tantivy
+        except ImportError as error:
+            raise ConfigError(
+                "the sink tantivy needs the package tantivy", hint="pip install 'millrace[tube]'"
+            ) from error
+        self._tantivy = tantivy
+        self._folder = folder
+        self._guard = FailureGuard(str(folder))
+        self._batches: list[DocumentBatch] = []
+        self._index: Any = None
+        with self._guard.step("opening"):
+            folder.mkdir(parents=True, exist_ok=True)
+
+    def begin_documents(self, origin: DocumentOrigin, body: pa.Schema) -> None:
+        with self._guard.step("opening"):
+            schema = self._schema(body)
+            if not self._tantivy.Index.exists(str(self._folder)):
+                self._create(schema)
+            self._index = self._tantivy.Index.open(str(self._folder))
+            if self._index.schema != schema:
+                raise SinkError(
+                    f"the index in {self._folder} has other columns than the enrichment returns",
+                    hint="write to a new directory and backfill, or make the enrichment return"
+                    " the same columns",
+                )
+
+    def write_documents(self, batch: DocumentBatch) -> None:
+        self._batches.append(batch)
+
+    def commit(self, position: int) -> None:
+        if not self._batches:
+            return
+        with self._guard.step("writing"):
+            writer = self._open_writer()
+            try:
+                for batch in self._batches:
+                    self._add(writer, batch)
+                failpoint.hit("sink.before_commit")
+                writer.commit()
+            except ValueError as error:
+                raise SinkError(f"writing {self._folder} failed: {error}") from error
+            finally:
+                # It gives the index back when nobody refers to it.
+                writer.wait_merging_threads()
+        self._batches = []
+
+    def close(self) -> None:
+        self._batches, self._index = [], None
+
+    def list_ids(self, choice: ShardChoice, older_than: Version, limit: int) -> dict[str, int]:
+        query = self._boolean(self._term(_DELETED, 0), self._older(choice, older_than))
+        found = self._search(query, self._most(choice, limit))
+        ids = ((str(one[_ID][0]), int(one[_SHARD][0])) for one in found)
+        return dict(islice(((id_, shard) for id_, shard in ids if choice.has(shard)), limit))
+
+    def forget_deleted(self, choice: ShardChoice, older_than: Version) -> None:
+        query = self._boolean(self._term(_DELETED, 1), self._older(choice, older_than))
+        found = self._search(query, self._most(choice, _MANY))
+        with self._guard.step("writing"):
+            writer = self._open_writer()
+            for one in found:
+                if choice.has(int(one[_SHARD][0])):
+                    writer.delete_documents_by_term(_ID, str(one[_ID][0]))
+            writer.commit()
+            writer.wait_merging_threads()
+
+    def _most(self, choice: ShardChoice, limit: int) -> int:
+        """How many have to be looked at: which of all shards are chosen is not in the index."""
+        return limit if choice.shard is not None else _MANY
+
+    def _schema(self, body: pa.Schema) -> Any:
+        builder = self._tantivy.SchemaBuilder()
+        builder.add_text_field(_ID, stored=True, tokenizer_name="raw")
+        for name in _OWN[1:]:
+            builder.add_integer_field(name, stored=True, indexed=True, fast=True)
+        for field in body:
+            if field.name in _OWN:
+                raise SinkError(
+                    f"column {field.name} has a name that the index uses itself",
+                    hint="give it another name in the enrichment",
+                )
+            if pa.types.is_integer(field.type):
+                builder.add_integer_field(field.name, stored=True, indexed=True)
+            elif pa.types.is_floating(field.type):
+                builder.add_float_field(field.name, stored=True, indexed=True)
+            elif pa.types.is_boolean(field.type):
+                builder.add_boolean_field(field.name, stored=True, indexed=True)
+            else:
+                builder.add_text_field(field.name, stored=True)
+        return builder.build()
+
+    def _create(self, schema: Any) -> None:
+        """Two processes may come at once: the second finds what the first has made."""
+        try:
+            self._tantivy.Index(schema, path=str(self._folder))
+        except ValueError:
+            if not self._tantivy.Index.exists(str(self._folder)):
+                raise
+
+    def _open_writer(self) -> Any:
+        deadline = time.monotonic() + _LOCK_SECONDS
+        while True:
+            try:
+                return self._index.writer(heap_size=_HEAP_BYTES, num_threads=1)
+            except ValueError as error:
+                if "LockBusy" not in str(error):
+                    raise SinkError(f"writing {self._folder} failed: {error}") from error
+                if time.monotonic() > deadline:
+                    raise SinkError(
+                        f"another process has kept the index in {self._folder} for"
+                        f" {_LOCK_SECONDS:.0f} s",
+                        hint="stop it, or write to another directory",
+                    ) from error
+            time.sleep(_LOCK_PAUSE_SECONDS)
+
+    def _add(self, writer: Any, batch: DocumentBatch) -> None:
+        """Under the writer's lock nobody else changes the versions that are looked up here."""
+        known = self._versions(batch.ids.to_pylist())
+        for one in iter_documents(batch):
+            if known.get(one.id, (-1, -1)) > one.version:
+                continue
+            writer.delete_documents_by_term(_ID, one.id)
+            writer.add_document(self._document(one, batch.body.schema))
+
+    def _versions(self, ids: list[str]) -> dict[str, Version]:
+        query = self._tantivy.Query.term_set_query(self._index.schema, _ID, ids)
+        return {
+            str(found[_ID][0]): (found[_EPOCH][0], found[_NUMBER][0])
+            for found in self._search(query, len(ids))
+        }
+
+    def _document(self, one: Document, schema: pa.Schema) -> Any:
+        epoch, number = one.version
+        found = self._tantivy.Document()
+        found.add_text(_ID, one.id)
+        values = (one.shard, epoch, number, int(one.body is None))
+        for name, value in zip(_OWN[1:], values, strict=True):
+            found.add_integer(name, value)
+        for field in schema if one.body is not None else ():
+            value = (one.body or {})[field.name]
+            if value is None:
+                continue
+            if pa.types.is_integer(field.type):
+                found.add_integer(field.name, value)
+            elif pa.types.is_floating(field.type):
+                found.add_float(field.name, value)
+            elif pa.types.is_boolean(field.type):
+                found.add_boolean(field.name, value)
+            else:
+                text = value if isinstance(value, str) else json.dumps(value, default=str)
+                found.add_text(field.name, text)
+        return found
+
+    def _search(self, query: Any, limit: int) -> list[Any]:
+        if not limit:
+            return []
+        self._index.reload()
+        searcher = self._index.searcher()
+        hits = searcher.search(query, limit=limit, count=False).hits
+        return [searcher.doc(address) for _, address in hits]
+
+    def _older(self, choice: ShardChoice, version: Version) -> Any:
+        epoch, number = version
+        same = self._boolean(self._term(_EPOCH, epoch), self._range(_NUMBER, number))
+        should = self._tantivy.Occur.Should
+        either = self._tantivy.Query.boolean_query(
+            [(should, self._range(_EPOCH, epoch)), (should, same)]
+        )
+        if choice.shard is None:
+            return either
+        return self._boolean(self._term(_SHARD, choice.shard), either)
+
+    def _term(self, name: str, value: int) -> Any:
+        return self._tantivy.Query.term_query(self._index.schema, name, value)
+
+    def _range(self, name: str, below: int) -> Any:
+        kind = self._tantivy.FieldType.Integer
+        return self._tantivy.Query.range_query(
+            self._index.schema, name, kind, -_LARGEST, below, include_upper=False
+        )
+
+    def _boolean(self, *queries: Any) -> Any:
+        return self._tantivy.Query.boolean_query(
+            [(self._tantivy.Occur.Must, query) for query in queries]
+        )

@@ -1,0 +1,1 @@
+"""Where a table is cut into parts: planned from samples."""

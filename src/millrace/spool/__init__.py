@@ -1,0 +1,1 @@
+"""Received transactions on disk or in tables, until they are applied."""

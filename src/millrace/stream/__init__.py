@@ -1,1 +1,0 @@
-"""Changes of the source after the snapshot: received, spooled, transformed, applied."""

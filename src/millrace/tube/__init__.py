@@ -1,0 +1,1 @@
+"""Tubes: touch events of tables, kept in queue tables of the database."""

@@ -1,0 +1,1 @@
+"""Delivery: pods out of a tube, enriched, into a sink."""

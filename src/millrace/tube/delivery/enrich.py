@@ -1,0 +1,267 @@
+"""Enrichment: from keys to documents, read under one snapshot.
+
+Invariant: every key that was asked for gets exactly one document: its row, or a deletion if there
+is none. Rows of other keys, and a key twice, are an error. The number of the version is drawn
+before the snapshot is taken, so that a row that is read has at least the age that its version says.
+
+Rows travel as COPY prints them, and are parsed by Arrow: no Python object for each value.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import psycopg
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyarrow import csv
+
+from millrace.errors import ConfigError, FormatError
+from millrace.postgres.quote import literal
+from millrace.postgres.sql_text import find_parameters
+from millrace.postgres.wire.connect import translated
+from millrace.sink.document import JSON_KEY, DocumentBatch, Version, id_of, key_of
+from millrace.tube.delivery.tube import Connection, TubeTable
+
+# pg_type.oid
+_INTEGERS: Final = (20, 21, 23, 26)
+_FLOATS: Final = (700, 701)
+_BOOLEAN: Final = 16
+# Printed by PostgreSQL as JSON values; a numeric may be NaN, which is none.
+_JSON: Final = (114, 3802)
+
+
+class Enrichment(Protocol):
+    """Where documents come from."""
+
+    @property
+    def schema(self) -> pa.Schema:
+        """Their columns."""
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """Which of these are the key."""
+
+    def read(self, keys: Sequence[str]) -> pa.Table:
+        """Rows of these keys, no more than one for each."""
+
+
+@dataclass(frozen=True)
+class _Column:
+    name: str
+    type_oid: int
+
+    def field(self) -> pa.Field:
+        kind = pa.string()
+        if self.type_oid in _INTEGERS:
+            kind = pa.int64()
+        elif self.type_oid in _FLOATS:
+            kind = pa.float64()
+        elif self.type_oid == _BOOLEAN:
+            kind = pa.bool_()
+        metadata = {JSON_KEY: b""} if self.type_oid in _JSON else None
+        return pa.field(self.name, kind, metadata=metadata)
+
+
+class SqlKeys:
+    """A SELECT with an array of keys as $1; with a key of several columns, an array for each."""
+
+    def __init__(self, sql: str, table: TubeTable, what: str) -> None:
+        self._table = table
+        self._pieces = find_parameters(sql.strip().rstrip(";"))
+        used = {number for _, number in self._pieces if number is not None}
+        wanted = set(range(1, len(table.key) + 1))
+        if used != wanted:
+            raise ConfigError(
+                f"the {what} of {table.label} uses the parameters"
+                f" {_list(used) or 'none'}, expected {_list(wanted)}",
+                hint="write the keys as $1: SELECT ... WHERE id = ANY($1)",
+            )
+
+    def statement(self, keys: Sequence[str]) -> str:
+        """With these keys in their places: COPY takes no parameters."""
+        columns = list(zip(*(key_of(key, len(self._table.key)) for key in keys), strict=True))
+        arrays = [
+            f"{literal(_array(columns[at] if columns else ()))}::{kind}[]"
+            for at, kind in enumerate(self._table.key_types)
+        ]
+        return "".join(
+            text if number is None else arrays[number - 1] for text, number in self._pieces
+        )
+
+
+class SqlEnrichment:
+    """A SELECT; its columns are those of the documents."""
+
+    def __init__(self, connection: Connection, sql: str, table: TubeTable) -> None:
+        self._connection = connection
+        self._table = table
+        self._keys = SqlKeys(sql, table, "enrichment")
+        columns = self._describe()
+        self._names = [column.name for column in columns]
+        self.key = _choose_key(self._names, table)
+        self.schema = pa.schema([column.field() for column in columns])
+        # Keys are compared as PostgreSQL prints them.
+        self._types = {
+            field.name: pa.string() if field.name in self.key else field.type
+            for field in self.schema
+        }
+
+    def read(self, keys: Sequence[str]) -> pa.Table:
+        statement = f"COPY ({self._keys.statement(keys)}) TO STDOUT (FORMAT csv)"
+        with (
+            translated(f"enriching {self._table.label}"),
+            self._connection.cursor() as cursor,
+            cursor.copy(statement.encode()) as copy,
+        ):
+            data = b"".join(copy)
+        if not data:
+            return pa.table({name: pa.array([], kind) for name, kind in self._types.items()})
+        return csv.read_csv(
+            io.BytesIO(data),
+            csv.ReadOptions(column_names=self._names, block_size=len(data) + 1, use_threads=False),
+            csv.ParseOptions(newlines_in_values=True),
+            csv.ConvertOptions(
+                column_types=self._types,
+                null_values=[""],
+                strings_can_be_null=True,
+                quoted_strings_can_be_null=False,
+                true_values=["t"],
+                false_values=["f"],
+                check_utf8=True,
+            ),
+        )
+
+    def _describe(self) -> list[_Column]:
+        """The columns, without running it."""
+        try:
+            result = self._connection.execute(
+                f"SELECT * FROM ({self._keys.statement(())}) AS enrichment LIMIT 0".encode()
+            )
+        except psycopg.Error as error:
+            if error.diag.message_primary is None:
+                raise
+            raise ConfigError(
+                f"the enrichment of {self._table.label} does not compile:"
+                f" {error.diag.message_primary}",
+                hint="it is one SELECT, with the keys as $1",
+            ) from error
+        found = [_Column(one.name, one.type_code) for one in result.description or ()]
+        names = [one.name for one in found]
+        twice = {name for name in names if names.count(name) > 1}
+        if twice:
+            raise ConfigError(
+                f"the enrichment of {self._table.label} returns two columns called {_list(twice)}",
+                hint="give each a name of its own",
+            )
+        return found
+
+
+class CallableEnrichment:
+    """A function over Arrow batches: keys in, rows with their keys out."""
+
+    def __init__(
+        self, function: Callable[[pa.RecordBatch], pa.Table | pa.RecordBatch], table: TubeTable
+    ) -> None:
+        self._function = function
+        self._table = table
+        empty = self._call(())
+        self.schema = empty.schema
+        self.key = _choose_key(list(empty.column_names), table)
+
+    def read(self, keys: Sequence[str]) -> pa.Table:
+        found = self._call(keys)
+        if found.schema != self.schema:
+            raise FormatError(
+                f"the enrichment of {self._table.label} returned other columns than at first"
+            )
+        return found
+
+    def _call(self, keys: Sequence[str]) -> pa.Table:
+        columns = list(zip(*(key_of(key, len(self._table.key)) for key in keys), strict=True))
+        asked = pa.RecordBatch.from_pydict(
+            {
+                name: pa.array(columns[at] if columns else (), pa.string())
+                for at, name in enumerate(self._table.key)
+            }
+        )
+        found = self._function(asked)
+        return found if isinstance(found, pa.Table) else pa.Table.from_batches([found])
+
+
+def enrich(
+    source: Enrichment, table: TubeTable, version: Version, shards: dict[str, int]
+) -> DocumentBatch:
+    """The documents of keys, given with their shards."""
+    found = source.read(list(shards))
+    ids = _ids(found, source.key)
+    unknown = [one for one in ids if one not in shards]
+    if unknown:
+        raise FormatError(
+            f"the enrichment of {table.label} returned a key that was not asked for",
+            hint="it must return rows of the keys in $1 only, with the key's columns",
+        )
+    if len(set(ids)) < len(ids):
+        raise FormatError(
+            f"the enrichment of {table.label} returned a key twice",
+            hint="it must return one row for each key: aggregate what is joined",
+        )
+    present = set(ids)
+    missing = [one for one in shards if one not in present]
+    body = pa.concat_tables([_typed(found, source), _deleted(missing, source)]).combine_chunks()
+    every = [*ids, *missing]
+    return DocumentBatch(
+        version,
+        pa.array(every, pa.string()),
+        pa.array([shards[one] for one in every], pa.int32()),
+        pa.array([False] * len(ids) + [True] * len(missing)),
+        (body.to_batches() or [pa.RecordBatch.from_pylist([], schema=body.schema)])[0],
+    )
+
+
+def _ids(found: pa.Table, key: tuple[str, ...]) -> list[str]:
+    columns = [pc.cast(found[name], pa.string()).to_pylist() for name in key]
+    if len(columns) == 1:
+        return list(columns[0])
+    return [id_of(values) for values in zip(*columns, strict=True)]
+
+
+def _typed(found: pa.Table, source: Enrichment) -> pa.Table:
+    """With the columns' own types: keys were read as text."""
+    return found.cast(source.schema)
+
+
+def _deleted(ids: list[str], source: Enrichment) -> pa.Table:
+    keys = list(zip(*(key_of(one, len(source.key)) for one in ids), strict=True))
+    arrays = []
+    for field in source.schema:
+        if field.name in source.key and ids:
+            texts = pa.array(keys[source.key.index(field.name)], pa.string())
+            arrays.append(pc.cast(texts, field.type))
+        else:
+            arrays.append(pa.nulls(len(ids), field.type))
+    return pa.Table.from_arrays(arrays, schema=source.schema)
+
+
+def _choose_key(names: list[str], table: TubeTable) -> tuple[str, ...]:
+    """The columns of the table's key, by name or else by position."""
+    if set(table.key) <= set(names):
+        return table.key
+    if len(names) < len(table.key):
+        raise ConfigError(
+            f"the enrichment of {table.label} does not return its key, {_list(table.key)}",
+            hint="select the key's columns, under their names or first",
+        )
+    return tuple(names[: len(table.key)])
+
+
+def _array(values: Sequence[str]) -> str:
+    quoted = (value.replace("\\", "\\\\").replace('"', '\\"') for value in values)
+    return "{" + ",".join(f'"{value}"' for value in quoted) + "}"
+
+
+def _list(values: Any) -> str:
+    return ", ".join(f"${one}" if isinstance(one, int) else one for one in sorted(values))

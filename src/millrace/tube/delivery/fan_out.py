@@ -1,0 +1,49 @@
+"""From touches of one table to documents of another.
+
+Invariant: a parent is enriched if any of its children was touched, in the shard of that touch.
+"""
+
+from __future__ import annotations
+
+from millrace.errors import ConfigError
+from millrace.postgres.wire.connect import translated
+from millrace.tube.delivery.enrich import SqlKeys
+from millrace.tube.delivery.tube import Connection, TubeTable
+
+_COLUMNS = 2
+
+
+class FanOut:
+    """A SELECT that returns (key of the child, key of the parent), both as text; $1 has the keys of
+    children."""
+
+    def __init__(self, connection: Connection, sql: str, table: TubeTable) -> None:
+        self._connection = connection
+        self._keys = SqlKeys(sql, table, "fan-out")
+        self._table = table
+
+        self.parent_type = self._find_type()
+
+    def _find_type(self) -> str:
+        """Of the parent's key, as SQL writes it."""
+        statement = f"SELECT * FROM ({self._keys.statement(())}) AS f (child, parent) LIMIT 0"
+        with translated(f"reading the fan-out of {self._table.label}"):
+            found = self._connection.execute(statement.encode()).description or []
+            if len(found) != _COLUMNS:
+                raise ConfigError(
+                    f"the fan-out of {self._table.label} returns {len(found)} columns, not the key"
+                    " of the child and the key of the parent"
+                )
+            row = self._connection.execute(
+                "SELECT format_type(%s, NULL)", (found[1].type_code,)
+            ).fetchone()
+        assert row is not None
+        return str(row[0])
+
+    def parents(self, shards: dict[str, int]) -> dict[str, int]:
+        with translated(f"fanning out from {self._table.label}"):
+            rows = self._connection.execute(
+                "SELECT child::text, parent::text FROM"
+                f" ({self._keys.statement(list(shards))}) AS f (child, parent)".encode()
+            ).fetchall()
+        return {parent: shards[child] for child, parent in rows if parent is not None}

@@ -1,0 +1,84 @@
+"""Pods: read in their order, deleted when all their keys are delivered.
+
+Invariant: a pod is deleted only after everything in it was acknowledged. Incremental pods come
+before those of backfills, each in the order of their numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+import psycopg
+
+from millrace.postgres.quote import ident
+from millrace.postgres.wire.connect import translated
+from millrace.tube.delivery.tube import Connection, Tube
+
+_CHANGED = "22023"
+_NO_OBJECT = "42704"
+
+
+class TubeChanged(Exception):
+    """The tube has other partitions than those it was read by, or is gone."""
+
+
+@dataclass(frozen=True)
+class Pod:
+    """A row of a tube."""
+
+    seq: int
+    op: str
+    shard: int
+    table_id: int | None
+    # In the form they have in documents: a text, or a JSON array of texts.
+    keys: tuple[str, ...]
+    payload: dict[str, Any] | None
+    written_at: datetime
+
+    @property
+    def is_control(self) -> bool:
+        return not self.keys and self.payload is not None
+
+
+def fetch_pods(connection: Connection, tube: Tube, partition: int, limit: int) -> list[Pod]:
+    """The next pods of a partition."""
+    with _checked(tube, "reading pods"):
+        row = connection.execute(
+            f"SELECT {ident(tube.schema)}.tube_fetch_sql(%s, %s, %s)".encode(),
+            (tube.name, tube.partitions, partition),
+        ).fetchone()
+        assert row is not None
+        rows = connection.execute(
+            "SELECT seq, op, shard, tbl, coalesce(keys, ids::text[]), payload, ts"
+            f" FROM ({row[0]}) AS pods LIMIT {limit}".encode(),
+        ).fetchall()
+    return [Pod(seq, op, shard, tbl, tuple(k), p, at) for seq, op, shard, tbl, k, p, at in rows]
+
+
+def delete_pods(connection: Connection, tube: Tube, partition: int, seqs: Collection[int]) -> None:
+    """What is delivered is gone."""
+    if not seqs:
+        return
+    with _checked(tube, "deleting pods"):
+        connection.execute(
+            f"SELECT {ident(tube.schema)}.tube_pods_delete(%s, %s, %s, %s)".encode(),
+            (tube.name, tube.partitions, partition, list(seqs)),
+        )
+
+
+class _checked:
+    """Errors that say that the tube is another one become TubeChanged."""
+
+    def __init__(self, tube: Tube, doing: str) -> None:
+        self._tube, self._translated = tube, translated(doing)
+
+    def __enter__(self) -> None:
+        self._translated.__enter__()
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, psycopg.Error) and error.sqlstate in (_CHANGED, _NO_OBJECT):
+            raise TubeChanged(self._tube.name) from error
+        self._translated.__exit__(kind, error, trace)

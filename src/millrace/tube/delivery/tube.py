@@ -1,0 +1,141 @@
+"""A tube as its deliverers see it: partitions, tables, keys.
+
+Invariant: a `Tube` is of one moment. Whoever reads pods by it says so, and is refused once the tube
+has another number of partitions; then it is read again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import psycopg
+
+from millrace.config.dsn import Dsn
+from millrace.errors import ConfigError, ServerError
+from millrace.postgres.quote import ident, qualified
+from millrace.postgres.wire.connect import connect, translated
+
+Connection = psycopg.Connection[tuple[Any, ...]]
+
+
+@dataclass(frozen=True)
+class TubeTable:
+    """A table that is attached to a tube."""
+
+    # Pods name their table by this.
+    id: int
+    schema: str
+    name: str
+    # Its key's columns, and their types as SQL writes them.
+    key: tuple[str, ...]
+    key_types: tuple[str, ...]
+    # Whether rows choose their shard themselves.
+    is_routed: bool
+
+    @property
+    def label(self) -> str:
+        return f"{self.schema}.{self.name}"
+
+
+@dataclass(frozen=True)
+class Tube:
+    """A tube with the tables that are attached to it."""
+
+    # Where its functions are.
+    schema: str
+    name: str
+    partitions: int
+    tables: tuple[TubeTable, ...]
+
+    @property
+    def label(self) -> str:
+        return qualified(self.schema, self.name)
+
+    def tables_of(self, id_: int | None) -> tuple[TubeTable, ...]:
+        """The table of a pod, none if it was detached. What pg-tube's functions wrote names no
+        table, and may be about any."""
+        return self.tables if id_ is None else tuple(t for t in self.tables if t.id == id_)
+
+
+@contextmanager
+def open_reader(source: Dsn, tube: str) -> Iterator[Connection]:
+    """A session for pods and enrichments, with the search path that its user would have."""
+    with connect(source, f"tube {tube}") as session:
+        session.execute("SET search_path TO DEFAULT")
+        yield session
+
+
+def find_schemas(connection: Connection) -> list[str]:
+    """The schemas of a database into which tubes were installed."""
+    rows = connection.execute(
+        "SELECT n.nspname FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace"
+        " WHERE c.relname = '_tube_tubes' AND c.relkind = 'r' ORDER BY 1"
+    ).fetchall()
+    return [row[0] for row in rows]
+
+
+def find_tube(connection: Connection, name: str, schema: str | None = None) -> Tube:
+    """The tube of this name, wherever it was installed."""
+    with translated("looking for the tube"):
+        schemas = find_schemas(connection)
+        if not schemas:
+            raise ConfigError(
+                "tubes are not installed in this database", hint="millrace tube install"
+            )
+        if schema is not None and schema not in schemas:
+            raise ConfigError(
+                f"tubes are not installed in schema {schema}",
+                hint=f"they are in: {', '.join(schemas)}",
+            )
+        found = [
+            one
+            for one in ([schema] if schema is not None else schemas)
+            if _has_tube(connection, one, name)
+        ]
+        if not found:
+            raise ConfigError(
+                f"there is no tube {name}", hint="`millrace tube list` shows those there are"
+            )
+        if len(found) > 1:
+            raise ConfigError(
+                f"there is a tube {name} in each of the schemas {', '.join(found)}",
+                hint="choose one with --schema",
+            )
+        return read_tube(connection, found[0], name)
+
+
+def read_tube(connection: Connection, schema: str, name: str) -> Tube:
+    """As it is now; an error if it was dropped."""
+    here = ident(schema)
+    row = connection.execute(
+        f"SELECT id, partitions FROM {here}._tube_tubes WHERE name = %s".encode(), (name,)
+    ).fetchone()
+    if row is None:
+        raise ServerError(f"tube {name} was dropped", sqlstate="42704")
+    tables = connection.execute(
+        "SELECT t.id, n.nspname, c.relname, t.key, t.key_types, t.routing IS NOT NULL"
+        f" FROM {here}._tube_tables t JOIN pg_class c ON c.oid = t.tbl"
+        " JOIN pg_namespace n ON n.oid = c.relnamespace WHERE t.tube = %s ORDER BY t.id".encode(),
+        (row[0],),
+    ).fetchall()
+    return Tube(
+        schema,
+        name,
+        row[1],
+        tuple(
+            TubeTable(id_, in_schema, table, tuple(key), tuple(types), is_routed)
+            for id_, in_schema, table, key, types, is_routed in tables
+        ),
+    )
+
+
+def _has_tube(connection: Connection, schema: str, name: str) -> bool:
+    return bool(
+        connection.execute(
+            f"SELECT FROM {ident(schema)}._tube_tubes WHERE name = %s".encode(), (name,)
+        ).fetchone()
+        is not None
+    )

@@ -1,0 +1,471 @@
+"""A worker: serves partitions of a tube, one batch after the other.
+
+Invariant: of a partition nothing is in flight twice, because one session owns it and does one thing
+at a time: incremental pods, then a page of garbage, then backfill pods. A pod is deleted after all
+its keys were acknowledged by the sink, or are dead letters.
+
+Keys of a routed table may be in two partitions at once, when an update moves a row: each is locked
+on the source while it is in flight, and left for the next look if another worker has it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import zlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from millrace import failpoint
+from millrace.errors import ConfigError, MillraceError
+from millrace.postgres.quote import ident
+from millrace.postgres.wire.connect import translated
+from millrace.retry import is_transient, iter_pauses
+from millrace.sink.document import Version
+from millrace.tube.delivery.backfill import BackfillRunner
+from millrace.tube.delivery.dead import bury, forget, tables_with_dead
+from millrace.tube.delivery.garbage import Collection, is_collection
+from millrace.tube.delivery.outlet import Outlet, open_outlet
+from millrace.tube.delivery.owner import give_up, try_own
+from millrace.tube.delivery.plan import Delivery
+from millrace.tube.delivery.pod import Pod, TubeChanged, delete_pods, fetch_pods
+from millrace.tube.delivery.tube import Tube, TubeTable, open_reader, read_tube
+
+log = logging.getLogger(__name__)
+
+# The tube's tables are looked at this often.
+LOOK_SECONDS = 2.0
+# Locks for keys of routed tables: the server's lock table is small.
+ROUTED_IDS = 500
+# Pods that are looked at together: from, and to.
+FEW_PODS = 100
+MANY_PODS = 20_000
+# How long a table is left alone whose sink is away; and how many more pods are looked at then.
+FIRST_REST_SECONDS = 0.5
+MOST_REST_SECONDS = 30.0
+REST_FACTOR = 10
+# Two looks that find nothing: what was written before the first is delivered.
+EMPTY_LOOKS = 2
+
+
+@dataclass
+class WorkerCounts:
+    """What a worker has done, for people."""
+
+    pods: int = 0
+    ids: int = 0
+    deleted: int = 0
+    dead: int = 0
+    collected: int = 0
+
+
+@dataclass(frozen=True)
+class WorkerTask:
+    """A worker's share; it travels to where the worker runs."""
+
+    delivery: Delivery
+    number: int
+    workers: int
+    # How long it goes on until it is sent anew.
+    lease_seconds: float = 120.0
+
+
+@dataclass(frozen=True)
+class WorkerOutcome:
+    """How a lease ended."""
+
+    counts: WorkerCounts
+    # Nothing was left in its partitions.
+    is_empty: bool
+
+
+def serve(task: WorkerTask, attempt: int) -> WorkerOutcome:
+    """The body of a worker's task."""
+    return Worker(task).run()
+
+
+class _Rest(Exception):
+    """A table can't be delivered for now."""
+
+
+@dataclass(frozen=True)
+class _Resting:
+    until: float
+    pause: float
+
+
+class Worker:
+    """One lease."""
+
+    def __init__(
+        self, task: WorkerTask, *, should_stop: Callable[[], bool] = lambda: False
+    ) -> None:
+        self._task = task
+        self._delivery = task.delivery
+        self._limits = task.delivery.limits
+        self._should_stop = should_stop
+        self.counts = WorkerCounts()
+        self._outlets: dict[int, Outlet] = {}
+        # By partition and number of their control pod.
+        self._collections: dict[tuple[int, int], Collection] = {}
+        # Tables whose sink is away, by id.
+        self._resting: dict[int, _Resting] = {}
+        self._told = ""
+        self._pod_limit = FEW_PODS
+        # Tables with dead letters, by id.
+        self._with_dead: set[int] = set()
+
+    def run(self) -> WorkerOutcome:
+        delivery = self._delivery
+        with (
+            open_reader(delivery.source, delivery.tube) as reader,
+            BackfillRunner(delivery) as backfills,
+        ):
+            self._reader, self._backfills = reader, backfills
+            try:
+                return self._serve(time.monotonic() + self._task.lease_seconds)
+            finally:
+                self._close_outlets()
+
+    def _serve(self, until: float) -> WorkerOutcome:
+        pause, empty = self._limits.least_pause_seconds, 0
+        tube, looked = self._read_tube(), time.monotonic()
+        owned: set[int] = set()
+        while time.monotonic() < until and not self._should_stop():
+            try:
+                if time.monotonic() - looked > LOOK_SECONDS:
+                    tube, looked = self._refresh(tube), time.monotonic()
+                is_busy = self._own(tube, owned)
+                for partition in sorted(owned):
+                    is_busy |= self._step(tube, partition)
+            except TubeChanged:
+                give_up(self._reader)
+                owned.clear()
+                self._collections.clear()
+                tube, is_busy = self._read_tube(), True
+            if is_busy:
+                pause, empty = self._limits.least_pause_seconds, 0
+                continue
+            empty += 1
+            if self._delivery.until_empty and empty >= EMPTY_LOOKS and self._is_quiet():
+                return WorkerOutcome(self.counts, True)
+            time.sleep(pause)
+            pause = min(2 * pause, self._limits.most_pause_seconds)
+        return WorkerOutcome(self.counts, False)
+
+    def _is_quiet(self) -> bool:
+        if self._backfills.failure is not None:
+            raise self._backfills.failure
+        return not self._collections and not self._resting and self._backfills.is_idle
+
+    def _read_tube(self) -> Tube:
+        with translated("reading the tube"):
+            tube = read_tube(self._reader, self._delivery.schema, self._delivery.tube)
+            self._with_dead = tables_with_dead(self._reader, tube)
+        return tube
+
+    def _refresh(self, tube: Tube) -> Tube:
+        """Tables come and go; another number of partitions means other locks."""
+        found = self._read_tube()
+        if found.partitions != tube.partitions:
+            raise TubeChanged(tube.name)
+        for table in set(tube.tables) - set(found.tables):
+            self._close_outlet(table.id)
+        return found
+
+    def _own(self, tube: Tube, owned: set[int]) -> bool:
+        """Whether one of this worker's partitions is still somebody else's."""
+        wanted = set(range(self._task.number, tube.partitions, self._task.workers))
+        is_waiting = False
+        for partition in sorted(wanted - owned):
+            holder = try_own(self._reader, tube, partition)
+            if holder is None:
+                owned.add(partition)
+                continue
+            is_waiting = True
+            if holder != self._told:
+                log.warning(
+                    "tube %s: partition %d is served by %s; waiting", tube.name, partition, holder
+                )
+                self._told = holder
+            time.sleep(self._limits.most_pause_seconds)
+        return is_waiting
+
+    def _step(self, tube: Tube, partition: int) -> bool:
+        """One batch, control pod or page of garbage; whether there was something to do."""
+        waiting = self._fetch(tube, partition)
+        ahead = [pod for pod in waiting if pod.op != "B"]
+        if not ahead and self._collect(tube, partition):
+            return True
+        batch = _cut(ahead or waiting)
+        if not batch:
+            return False
+        if batch[0].is_control:
+            return self._control(tube, partition, batch[0])
+        self._deliver(tube, partition, batch)
+        return True
+
+    def _fetch(self, tube: Tube, partition: int) -> list[Pod]:
+        """The next pods that nobody is at work on, and whose sink is there."""
+        limit = self._pod_limit
+        pods = fetch_pods(self._reader, tube, partition, limit)
+        if self._resting and len(pods) == limit:
+            # Those of others may be behind them.
+            pods = fetch_pods(self._reader, tube, partition, limit * REST_FACTOR)
+        if pods:
+            # As many as fill a batch, if the next ones are as large.
+            average = max(1, sum(len(pod.keys) for pod in pods) // len(pods))
+            self._pod_limit = max(FEW_PODS, min(MANY_PODS, self._limits.batch_ids // average))
+        return [
+            pod
+            for pod in pods
+            if (partition, pod.seq) not in self._collections
+            and not self._backfills.has(pod.seq)
+            and not (self._backfills.is_busy and _is_backfill(pod))
+            and not self._is_resting(tube, pod)
+        ]
+
+    def _deliver(self, tube: Tube, partition: int, pods: list[Pod]) -> None:
+        """Pods up to the size of a batch, but for those with a key that is in flight elsewhere."""
+        taken, shards = _take(tube, pods, self._limits.batch_ids)
+        held: set[tuple[int, str]] = set()
+        for table, keys in shards.items():
+            try:
+                held |= {(table.id, key) for key in self._deliver_table(tube, table, keys)}
+            except _Rest:
+                held |= {(table.id, key) for key in keys}
+        done = [
+            pod
+            for pod in taken
+            if not held
+            or not any(
+                (t.id, key) in held for t in tube.tables_of(pod.table_id) for key in pod.keys
+            )
+        ]
+        failpoint.hit("tube.before_delete")
+        delete_pods(self._reader, tube, partition, [pod.seq for pod in done])
+        failpoint.hit("tube.after_delete")
+        self.counts.pods += len(done)
+        if not done:
+            time.sleep(self._limits.least_pause_seconds)
+
+    def _deliver_table(self, tube: Tube, table: TubeTable, shards: dict[str, int]) -> set[str]:
+        """Deliver keys; those that another worker has in flight are returned."""
+        if not (table.is_routed and tube.partitions > 1):
+            self._write(tube, table, shards)
+            return set()
+        held: set[str] = set()
+        keys = sorted(shards)
+        for start in range(0, len(keys), ROUTED_IDS):
+            piece = keys[start : start + ROUTED_IDS]
+            locked = self._lock(table, piece)
+            try:
+                free = {key: shards[key] for key in piece if key in locked}
+                if free:
+                    self._write(tube, table, free)
+            finally:
+                self._unlock(table, locked)
+            held |= set(piece) - set(locked)
+        return held
+
+    def _lock(self, table: TubeTable, keys: list[str]) -> dict[str, int]:
+        numbers = {key: zlib.crc32(key.encode()) - (1 << 31) for key in keys}
+        with translated("locking keys"):
+            rows = self._reader.execute(
+                "SELECT n FROM unnest(%s::int[]) n WHERE pg_try_advisory_lock(%s, n)",
+                (sorted(set(numbers.values())), -table.id),
+            ).fetchall()
+        got = {row[0] for row in rows}
+        return {key: number for key, number in numbers.items() if number in got}
+
+    def _unlock(self, table: TubeTable, locked: dict[str, int]) -> None:
+        if not locked or self._reader.closed:
+            return
+        with translated("unlocking keys"):
+            self._reader.execute(
+                "SELECT count(pg_advisory_unlock(%s, n)) FROM unnest(%s::int[]) n",
+                (-table.id, sorted(set(locked.values()))),
+            )
+
+    def _write(self, tube: Tube, table: TubeTable, shards: dict[str, int]) -> None:
+        """All of them; what keeps failing is halved until an id fails alone."""
+        work = [shards]
+        while work:
+            part = work.pop()
+            try:
+                self._try(tube, table, part, attempts=1 if len(part) > 1 else self._limits.tries)
+            except MillraceError as error:
+                if isinstance(error, ConfigError) or is_transient(error):
+                    raise
+                if len(part) > 1:
+                    items = list(part.items())
+                    half = len(items) // 2
+                    work += [dict(items[half:]), dict(items[:half])]
+                    continue
+                ((key, shard),) = part.items()
+                log.error("tube %s: %s %s is given up: %s", tube.name, table.label, key, error)
+                bury(self._reader, tube, table, shard, key, self._limits.tries, str(error))
+                self._with_dead.add(table.id)
+                self.counts.dead += 1
+
+    def _try(self, tube: Tube, table: TubeTable, shards: dict[str, int], *, attempts: int) -> None:
+        pauses = iter_pauses(attempts)
+        while True:
+            try:
+                return self._write_once(tube, table, shards)
+            except MillraceError as error:
+                self._close_outlet(table.id)
+                if self._reader.closed:
+                    raise
+                if is_transient(error):
+                    raise self._rest(tube, table, error) from error
+                pause = next(pauses, None)
+                if pause is None:
+                    raise
+                log.warning("tube %s: %s; trying again in %.1f s", tube.name, error, pause)
+            time.sleep(pause)
+
+    def _write_once(self, tube: Tube, table: TubeTable, shards: dict[str, int]) -> None:
+        outlet = self._outlet(tube, table)
+        batch = outlet.enrich(self._draw_version(tube), shards)
+        failpoint.hit("tube.before_write")
+        outlet.sink.write_documents(batch)
+        outlet.sink.commit(0)
+        failpoint.hit("tube.after_commit")
+        self._resting.pop(table.id, None)
+        if table.id in self._with_dead:
+            forget(self._reader, tube, table, list(shards))
+        self.counts.ids += len(batch)
+        self.counts.deleted += batch.is_deleted.true_count
+
+    def _rest(self, tube: Tube, table: TubeTable, error: MillraceError) -> _Rest:
+        """Leave a table alone for a while, so that others go on."""
+        before = self._resting.get(table.id)
+        pause = FIRST_REST_SECONDS if before is None else min(2 * before.pause, MOST_REST_SECONDS)
+        self._resting[table.id] = _Resting(time.monotonic() + pause, pause)
+        log.warning("tube %s: %s: %s; trying again in %.1f s", tube.name, table.label, error, pause)
+        return _Rest(str(error))
+
+    def _is_resting(self, tube: Tube, pod: Pod) -> bool:
+        return any(
+            time.monotonic() < self._resting[table.id].until
+            for table in tube.tables_of(pod.table_id)
+            if table.id in self._resting
+        )
+
+    def _draw_version(self, tube: Tube) -> Version:
+        here = ident(tube.schema)
+        with translated("drawing a version"):
+            row = self._reader.execute(
+                f"SELECT epoch, nextval(%s::regclass) FROM {here}._tube_epoch".encode(),
+                (f"{here}.tube_seq",),
+            ).fetchone()
+        assert row is not None
+        return (row[0], row[1])
+
+    def _outlet(self, tube: Tube, table: TubeTable) -> Outlet:
+        found = self._outlets.get(table.id)
+        if found is None:
+            plan = self._delivery.require_table(table.label)
+            found = self._outlets[table.id] = open_outlet(self._reader, tube, table, plan)
+        return found
+
+    def _close_outlets(self) -> None:
+        for id_ in list(self._outlets):
+            self._close_outlet(id_)
+
+    def _close_outlet(self, id_: int) -> None:
+        outlet = self._outlets.pop(id_, None)
+        if outlet is not None:
+            outlet.close()
+
+    def _control(self, tube: Tube, partition: int, pod: Pod) -> bool:
+        payload = pod.payload or {}
+        tables, kind = tube.tables_of(pod.table_id), payload.get("type")
+        # A tube of pg-tube's has one table in a shard; of several, the pod does not say which.
+        table = tables[0] if len(tables) == 1 else None
+        if table is None and tables and (is_collection(kind) or _is_backfill(pod)):
+            log.error("tube %s: a %s pod names no table: backfill its tables", tube.name, kind)
+        if table is not None and is_collection(kind):
+            found = Collection(table, pod, tube.partitions, partition)
+            self._collections[partition, pod.seq] = found
+            return True
+        if table is not None and _is_backfill(pod):
+            if kind == "lost":
+                log.error(
+                    "tube %s: touches of %s were lost, so it is backfilled: %s",
+                    tube.name,
+                    table.label,
+                    payload.get("error"),
+                )
+            self._backfills.begin(partition, pod, table, payload.get("order_col"))
+            return True
+        delete_pods(self._reader, tube, partition, [pod.seq])
+        return True
+
+    def _collect(self, tube: Tube, partition: int) -> bool:
+        """A page of garbage, or the end of a backfill; whether there was one."""
+        for (at, seq), collection in list(self._collections.items()):
+            if at != partition or self._is_resting(tube, collection.pod):
+                continue
+            try:
+                if self._collect_page(tube, partition, seq, collection):
+                    return True
+            except _Rest:
+                continue
+            except MillraceError as error:
+                self._close_outlet(collection.table.id)
+                if self._reader.closed or not is_transient(error):
+                    raise
+                self._rest(tube, collection.table, error)
+        done = self._backfills.take_done(partition)
+        delete_pods(self._reader, tube, partition, done)
+        return bool(done)
+
+    def _collect_page(self, tube: Tube, partition: int, seq: int, collection: Collection) -> bool:
+        outlet = self._outlet(tube, collection.table)
+        epoch = self._draw_version(tube)[0]
+        found = collection.page(outlet.sink, epoch, self._limits.batch_ids)
+        if found:
+            self._deliver_table(tube, collection.table, found)
+            self.counts.collected += len(found)
+            return True
+        settle = 0.0 if self._delivery.until_empty else self._limits.settle_seconds
+        if not collection.is_settled(settle):
+            return False
+        collection.finish(outlet.sink, epoch)
+        delete_pods(self._reader, tube, partition, [seq])
+        del self._collections[partition, seq]
+        return True
+
+
+def _is_backfill(pod: Pod) -> bool:
+    """Whether a control pod asks for a backfill."""
+    return (pod.payload or {}).get("type") in ("backfill_schedule", "lost")
+
+
+def _cut(pods: Iterable[Pod]) -> list[Pod]:
+    """A control pod alone, or what comes before the next one."""
+    found: list[Pod] = []
+    for pod in pods:
+        if pod.is_control:
+            return found or [pod]
+        found.append(pod)
+    return found
+
+
+def _take(
+    tube: Tube, pods: list[Pod], most: int
+) -> tuple[list[Pod], dict[TubeTable, dict[str, int]]]:
+    """Pods up to the size of a batch, and their keys by table, each with its shard."""
+    shards: dict[TubeTable, dict[str, int]] = {}
+    taken: list[Pod] = []
+    total = 0
+    for pod in pods:
+        if taken and total + len(pod.keys) > most:
+            break
+        taken.append(pod)
+        for table in tube.tables_of(pod.table_id):
+            shards.setdefault(table, {}).update(dict.fromkeys(pod.keys, pod.shard))
+            total += len(pod.keys)
+    return taken, shards

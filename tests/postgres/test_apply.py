@@ -501,7 +501,7 @@ def test_tables_of_several_workers(pair: StreamPair) -> None:
 def test_rows_are_looked_up_by_key(pair: StreamPair) -> None:
     """Also where the planner would read the whole table."""
     rows = "INSERT INTO account SELECT i, 'o' || i, 0 FROM generate_series(1, 20000) i"
-    pair.begin(ACCOUNT, rows, "ANALYZE account")
+    pair.begin(ACCOUNT, rows, "ANALYZE account", on_target=_no_autovacuum("account"))
     row = _scans(pair, "account")
     pair.run("UPDATE account SET balance = 1 WHERE id % 4 = 0", "DELETE FROM account WHERE id < 9")
     pair.follow()
@@ -514,7 +514,7 @@ def test_rows_are_looked_up_by_key(pair: StreamPair) -> None:
 def test_keys_that_lie_close_are_found_by_one_walk_of_the_index(
     pair: StreamPair, kind: str
 ) -> None:
-    pair.begin(f"CREATE TABLE t (id {kind} PRIMARY KEY, v text)")
+    pair.begin(f"CREATE TABLE t (id {kind} PRIMARY KEY, v text)", on_target=_no_autovacuum("t"))
     pair.run("INSERT INTO t SELECT i, i FROM generate_series(-3000, 3000) AS i")
     pair.follow()
     loaded = "SELECT FROM pg_stat_user_tables WHERE relname = 't' AND n_tup_ins = 6001"
@@ -530,6 +530,11 @@ def test_keys_that_lie_close_are_found_by_one_walk_of_the_index(
     wait_for(lambda: _scans(pair, "t")[1] > row[1])
     assert _scans(pair, "t") == (row[0], row[1] + 2)
     pair.assert_equal()
+
+
+def _no_autovacuum(table: str) -> str:
+    """Once a table is analyzed, planning reads both ends of its index, which counts as two scans."""
+    return f"ALTER TABLE {table} SET (autovacuum_enabled = off)"
 
 
 def _scans(pair: StreamPair, table: str) -> tuple[int, int]:

@@ -533,7 +533,7 @@ def test_keys_that_lie_close_are_found_by_one_walk_of_the_index(
 
 
 def _no_autovacuum(table: str) -> str:
-    """Once a table is analyzed, planning reads both ends of its index, which counts as two scans."""
+    """Planning for an analyzed table reads both ends of its index: two more scans."""
     return f"ALTER TABLE {table} SET (autovacuum_enabled = off)"
 
 

@@ -23,7 +23,7 @@ from millrace.errors import MillraceError, WorkDirError
 NO_ROOM: Final = "No space left on device"
 # What a catalog of a large schema, and its journal, may take.
 CATALOG_BYTES: Final = 64 * 1024 * 1024
-RESUME: Final = "go on with the same command and --resume"
+RESUME: Final = "continue with the same command and --resume"
 AGAIN: Final = "run the same command again"
 
 _FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

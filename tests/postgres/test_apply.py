@@ -394,7 +394,7 @@ def test_skipping_conflicts_says_so(pair: StreamPair, caplog: pytest.LogCaptureF
     outcome = pair.follow(on_conflict=OnConflict.SKIP)
     assert outcome.applied.skipped == 3
     assert "skipped" in caplog.text
-    assert "not there" in caplog.text
+    assert "not on the target" in caplog.text
     rows = pair.target.execute("SELECT id, owner FROM account WHERE id > 10 ORDER BY 1").fetchall()
     assert rows == [(11, "mine"), (12, "new")]
 

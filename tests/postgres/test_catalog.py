@@ -13,6 +13,7 @@ from millrace.clone.copy_task import part_statements
 from millrace.config.dsn import Dsn
 from millrace.postgres.catalog import relations as catalog
 from millrace.postgres.catalog.compared import read_compared_relations
+from millrace.postgres.own_schema import create_sql
 from millrace.postgres.run_record import INSTALL
 from millrace.relation import SplitKey
 from millrace.snapshot.export import open_snapshot
@@ -185,6 +186,7 @@ def test_only_tables_with_rows_of_their_own_are_tables(source_session: Connectio
         CREATE FOREIGN DATA WRAPPER w; CREATE SERVER s FOREIGN DATA WRAPPER w;
         CREATE FOREIGN TABLE f (id int) SERVER s""",
     )
+    source_session.execute(create_sql())
     source_session.execute(INSTALL)  # our records
     assert set(tables_of(source_session)) == {"plain", "unlogged", "parent", "child", "p11"}
     assert [name for _, _, name in catalog.read_relations_of_kind(source_session, "p")] == [

@@ -168,7 +168,7 @@ def test_records_of_an_older_release_are_read_and_brought_up_to_date(
     other.open(schemas=frozenset({"c"}), takes_over=False, is_new=True)
     execute(target_db, "COMMENT ON TABLE millrace.run IS 'millrace format 99'")
     for use in (own.parts, own.exists, partial(own.settle, None)):
-        with pytest.raises(WorkDirError, match=r"millrace.run .* format 99.* up to 2"):
+        with pytest.raises(WorkDirError, match=r"millrace.run .* format 99.* up to 3"):
             use()
 
 

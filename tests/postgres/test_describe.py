@@ -12,6 +12,7 @@ from tests.fixtures import create_museum_roles, load_museum
 from millrace.compare.schema import SchemaComparison, compare_descriptions
 from millrace.config.dsn import Dsn
 from millrace.postgres.catalog.describe import Description, read_description
+from millrace.postgres.own_schema import create_sql
 from millrace.postgres.program.embedded import Cluster
 from millrace.postgres.run_record import INSTALL
 from millrace.postgres.wire.connect import connect
@@ -220,7 +221,7 @@ CHANGES = {
     },
     # Somebody else's, by our name; and ours.
     "CREATE SCHEMA millrace; CREATE TABLE millrace.parts (id int)": {("schema", "millrace", "")},
-    f"{INSTALL}": set(),
+    f"{create_sql().decode()}{INSTALL}": set(),
     # A stream's, with what it has to put back.
     "CREATE PUBLICATION shop_insert_only FOR ALL TABLES; COMMENT ON PUBLICATION shop_insert_only IS"
     " E'made by millrace for replication slot shop\\n[]'": set(),

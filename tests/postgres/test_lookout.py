@@ -22,6 +22,7 @@ from millrace.follow.settings import FollowSettings, SlotSettings
 from millrace.follow.setup import open_slot_snapshot, published
 from millrace.follow.slot import cleanup, create_stream
 from millrace.postgres.catalog.schemas import publication_names
+from millrace.postgres.own_schema import create_sql
 from millrace.postgres.pgoutput.messages import decode_relation, decode_truncate
 from millrace.postgres.run_record import INSTALL
 from millrace.postgres.wire.connect import connect
@@ -269,6 +270,7 @@ def _check_withheld(source: Source, plugin: str, directory: Path) -> None:
             return spooled(directory)[before:]
 
         source.execute(
+            create_sql().decode(),
             INSTALL,
             "INSERT INTO millrace.run VALUES ('r', 1, 's')",
             *LATE,

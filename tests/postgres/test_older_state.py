@@ -1,4 +1,4 @@
-"""What the release before left, here and on the target, is continued; what is lost is told."""
+"""What the release before left, here and on the target, is continued, or refused clearly."""
 
 from __future__ import annotations
 
@@ -14,10 +14,20 @@ from tests.fixtures.changes import Transaction, append
 from tests.fixtures.sql import execute, rows
 from tests.postgres.test_two_clones import killed_at, run
 
+from millrace.apply import position, table_state
 from millrace.clone.directory import catalog_path
 from millrace.clone.settings import CloneSettings
 from millrace.config.dsn import Dsn
 from millrace.errors import WorkDirError
+from millrace.postgres import own_schema
+from millrace.postgres.own_schema import (
+    RAW_MESSAGES,
+    STREAM_COPY,
+    STREAM_FORMAT,
+    STREAM_POSITION,
+    STREAM_TABLES,
+    install_table,
+)
 from millrace.postgres.stream_record import Follower, read_followers, write_follower
 from millrace.postgres.wire.connect import connect
 from millrace.route import Route
@@ -78,29 +88,85 @@ def test_a_target_that_forgot_a_run_is_not_taken_for_one_that_it_never_saw(
     assert rows(target_db, "SELECT count(*) FROM t3") == [(300,)]
 
 
-def test_tables_of_a_stream_of_another_release(target_db: str) -> None:
-    """Those without a format are continued with, those of a newer one are left alone."""
-    dsn, tables = Dsn.parse(target_db), ("stream_copy", "raw_messages")
-    follower = Follower("somewhere", "slot", "run", "host", "/directory")
+@pytest.fixture
+def older_stream(target_db: str) -> Iterator[Follower]:
+    """A stream with a row in each table, all as the release before left them; even in a schema of
+    the user's."""
+    follower, dsn = Follower("somewhere", "slot", "run", "host", "/directory"), Dsn.parse(target_db)
     with connect(dsn, "test") as target:
         write_follower(target, follower)
+        install_table(target, STREAM_POSITION, position.DEFINITION)
+        target.execute("INSERT INTO millrace.stream_position (stream, lsn) VALUES ('s', '0/5')")
+        table_state.install(target)
+        table_state.write_copying(target, "s", ("a", "b"), lsn=7, sync_id="x", source_oid=1)
         with TableSpoolWriter(dsn, "older") as writer:
             append(writer, Transaction(1).frames())
             writer.sync()
-        for table in tables:
-            target.execute(f"COMMENT ON TABLE replication.{table} IS NULL".encode())
-        assert read_followers(target) == [follower]
-        write_follower(target, follower)
-        with TableSpoolWriter(dsn, "older") as writer:
-            assert writer.last_end_lsn == Transaction(1).end_lsn
-        for table in tables:
-            name = f"replication.{table}"
-            described = f"SELECT obj_description('{name}'::regclass)"
-            assert rows(target_db, described) == [("millrace format 1",)]
-            target.execute(f"COMMENT ON TABLE {name} IS 'millrace format 99'".encode())
-            with pytest.raises(WorkDirError, match=f"{name} on the target has format 99"):
-                read_followers(target)
-            with pytest.raises(WorkDirError, match="has format 99"), TableSpoolWriter(dsn, "older"):
-                pass
-            target.execute(f"COMMENT ON TABLE {name} IS NULL".encode())
+        target.execute("INSERT INTO millrace.raw_relations VALUES ('older', 1, 1, '')")
+        for table in STREAM_TABLES:
+            target.execute(f"COMMENT ON TABLE {table.label} IS NULL".encode())
+            if table.schema != "replication":
+                target.execute(f"ALTER TABLE {table.label} SET SCHEMA replication".encode())
+        target.execute("COMMENT ON SCHEMA replication IS 'of the user'")
+        target.execute("DROP SCHEMA millrace")
+        yield follower
         uninstall(target, "older")
+
+
+def test_tables_of_a_stream_of_the_release_before_are_moved_with_what_they_hold(
+    older_stream: Follower, target_db: str
+) -> None:
+    with connect(Dsn.parse(target_db), "test") as target:
+        assert read_followers(target) == [older_stream]
+        assert position.read_positions(target, "s") == {"s": 5}
+        assert list(table_state.read_table_states(target, "s")) == [("a", "b")]
+        with TableSpoolWriter(Dsn.parse(target_db), "older") as writer:
+            assert writer.last_end_lsn == Transaction(1).end_lsn
+        assert rows(target_db, "SELECT count(*) FROM millrace.raw_relations") == [(1,)]
+        write_follower(target, older_stream)
+        for table in STREAM_TABLES:
+            assert table.format.read(target) == STREAM_FORMAT
+        assert rows(
+            target_db,
+            "SELECT relname FROM pg_class WHERE relkind = 'r'"
+            " AND relnamespace = 'replication'::regnamespace",
+        ) == [("raw_messages",)]
+
+
+def test_a_table_of_the_release_before_that_cannot_be_moved_is_not_taken_for_none(
+    older_stream: Follower, target_db: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(own_schema, "_MOVE_TIMEOUT", "100ms")
+    dsn = Dsn.parse(target_db)
+    with connect(dsn, "test") as target, connect(dsn, "older") as other:
+        target.execute("SET ROLE pg_read_all_data")
+        with pytest.raises(WorkDirError, match=r"replication.stream_table .* can't be moved"):
+            table_state.read_table_states(target, "s")
+        target.execute("RESET ROLE")
+        with other.transaction():
+            other.execute("LOCK TABLE replication.stream_position IN ACCESS SHARE MODE")
+            with pytest.raises(WorkDirError, match="lock timeout"):
+                position.read_position(target, "s")
+        assert position.read_position(target, "s") == 5
+        # The release before, used once more, makes its own.
+        other.execute(f"CREATE TABLE replication.stream_position {position.DEFINITION}".encode())
+        with pytest.raises(WorkDirError, match="an older release has been used on it"):
+            position.read_position(target, "s")
+        other.execute("DROP TABLE replication.stream_position")
+
+
+def test_tables_of_a_stream_of_a_newer_release_are_left_alone(
+    older_stream: Follower, target_db: str
+) -> None:
+    with connect(Dsn.parse(target_db), "test") as target:
+        assert read_followers(target) == [older_stream]
+        for table in (STREAM_COPY, RAW_MESSAGES):
+            target.execute(f"COMMENT ON TABLE {table.label} IS 'millrace format 99'".encode())
+            with pytest.raises(WorkDirError, match=f"{table.label} on the target has format 99"):
+                read_followers(target)
+            with (
+                pytest.raises(WorkDirError, match="has format 99"),
+                TableSpoolWriter(Dsn.parse(target_db), "older"),
+            ):
+                pass
+            target.execute(f"COMMENT ON TABLE {table.label} IS NULL".encode())

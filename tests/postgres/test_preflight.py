@@ -23,6 +23,7 @@ from millrace.errors import PreflightError
 from millrace.filter.rules import parse_filters
 from millrace.name import Naming
 from millrace.postgres import run_record as record
+from millrace.postgres.own_schema import create_sql
 from millrace.postgres.program.embedded import Cluster, open_cluster
 from millrace.postgres.wire.connect import connect
 from millrace.route import Route
@@ -186,7 +187,7 @@ def test_target_with_relations_is_not_empty_unless_they_may_go(servers: Servers)
 
 
 def test_extensions_and_our_own_records_do_not_make_the_target_full(servers: Servers) -> None:
-    servers.run("target", "CREATE EXTENSION vector", record.INSTALL)
+    servers.run("target", "CREATE EXTENSION vector", create_sql().decode(), record.INSTALL)
     assert servers.check() == []
 
 
@@ -457,7 +458,7 @@ def test_too_few_connections_are_told_and_enough_after_the_fix(
     for side in ("source", "target"):
         dsns = dict(servers.dsns) | {side: Dsn.parse(small_cluster.uri())}
         small = Servers(small_cluster, small_cluster, *(dsn.conninfo() for dsn in dsns.values()))
-        problem = next(p for p in small.check() if "connections are needed" in p.what)
+        problem = next(p for p in small.check() if "the jobs need" in p.what)
         assert problem.side == side
         assert "--table-jobs" in problem.fix
         few = small.settings(table_jobs=1, index_jobs=1, restore_jobs=1, skip_large_objects=True)
@@ -539,7 +540,7 @@ def test_all_problems_are_told_at_once(servers: Servers) -> None:
     for wanted in (
         "no right to read table public.t",
         "source: ",
-        "connections are needed",
+        "the jobs need",
         "are not empty: they have relation public.t",
         "large objects",
         "extension imaginary",

@@ -1,4 +1,4 @@
-"""A schema of the user's own that has the name of the one in which a stream keeps its tables."""
+"""Where a stream's tables are on the target, and a schema of the user's that has such a name."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from tests.fixtures.wait import wait_for
 from millrace.apply import table_state
 from millrace.apply.position import read_position
 from millrace.config.dsn import Dsn
-from millrace.errors import PreflightError, ServerError
+from millrace.errors import PreflightError
 from millrace.filter.rules import parse_filters
 from millrace.follow.setup import require_place
 from millrace.follow.slot import cleanup
+from millrace.postgres.own_schema import STREAM_TABLES
+from millrace.postgres.run_record import RunRecord, drop_records, open_run, read_runs
 from millrace.postgres.stream_record import (
     Follower,
     read_followers,
@@ -24,88 +26,123 @@ from millrace.postgres.stream_record import (
 from millrace.postgres.wire.connect import connect
 from millrace.route import Route
 from millrace.spool import table as table_spool
+from millrace.spool.kind import SpoolKind
 
-NAMES = ("stream_copy", "stream_position", "stream_table", "raw_messages", "raw_relations")
+SCHEMAS = ("millrace", "replication")
+FOLLOWER = Follower("source", "mine", "", "host", "directory")
 
 
 def tables(uri: str) -> list[str]:
+    """In the schemas of ours."""
     found = rows(
         uri,
-        "SELECT relname FROM pg_class WHERE relkind = 'r'"
-        " AND relnamespace = to_regnamespace('replication') ORDER BY 1",
+        "SELECT oid::regclass::text FROM pg_class WHERE relkind = 'r' AND relnamespace IN"
+        " (to_regnamespace('millrace'), to_regnamespace('replication')) ORDER BY 1",
     )
     return [name for (name,) in found]
 
 
+def place(source: str, target: str, filters: str = "") -> None:
+    rules = parse_filters(filters, name="test")
+    require_place(Route(Dsn.parse(source), Dsn.parse(target), filters=rules), SpoolKind.TABLE)
+
+
+@pytest.mark.parametrize("schema", SCHEMAS)
 def test_tables_of_the_users_with_our_names_are_refused_and_left_alone(
-    source_db: str, target_db: str
+    source_db: str, target_db: str, schema: str
 ) -> None:
-    source, target = Dsn.parse(source_db), Dsn.parse(target_db)
-    execute(target_db, "CREATE SCHEMA replication")
-    for name in NAMES:
+    execute(target_db, f"CREATE SCHEMA {schema}")
+    for table in STREAM_TABLES:
         execute(
             target_db,
-            f"CREATE TABLE replication.{name} (stream text)",
-            f"INSERT INTO replication.{name} VALUES ('mine_spool'), ('mine')",
+            f"CREATE TABLE {schema}.{table.name} (stream text)",
+            f"INSERT INTO {schema}.{table.name} VALUES ('mine_spool'), ('mine')",
         )
-    with pytest.raises(PreflightError, match="target has a schema replication") as refused:
-        require_place(Route(source, target))
+    with pytest.raises(PreflightError, match=f"target has a schema {schema}") as refused:
+        place(source_db, target_db)
     assert "RENAME" in refused.value.hint
-    with connect(target, "test") as there, connect(source, "test") as here:
-        for install in (
-            lambda: table_spool.install(there, "mine"),
-            lambda: table_state.install(there),
-            lambda: write_follower(there, Follower("source", "mine", "", "host", "directory")),
-        ):
-            with pytest.raises(ServerError, match="millrace did not make"):
-                install()
+    with connect(Dsn.parse(target_db), "test") as there, connect(Dsn.parse(source_db), "t") as here:
+        with pytest.raises(PreflightError, match="millrace did not make"):
+            table_spool.install(there, "mine")
+        if schema == "millrace":
+            for install in (
+                lambda: table_state.install(there),
+                lambda: write_follower(there, FOLLOWER),
+            ):
+                with pytest.raises(PreflightError, match="millrace did not make"):
+                    install()
         assert (read_followers(there), read_position(there, "mine")) == ([], None)
         assert table_state.read_table_states(there, "mine") == {}
         # An origin that was left behind.
         there.execute("SELECT pg_replication_origin_create('mine_00000000_1_spool')")
         table_spool.uninstall(there, "mine_00000000_1")
         assert cleanup(here, there, "mine", "") == []
-    for name in NAMES:
-        assert rows(target_db, f"SELECT count(*) FROM replication.{name}") == [(2,)]
+    for table in STREAM_TABLES:
+        assert rows(target_db, f"SELECT count(*) FROM {schema}.{table.name}") == [(2,)]
 
 
-def test_our_own_schema_goes_with_the_last_stream_unless_something_is_in_it(
+def test_a_schema_replication_of_the_users_is_no_matter_unless_the_spool_is_a_table(
+    source_db: str, target_db: str
+) -> None:
+    for uri in (source_db, target_db):
+        execute(uri, "CREATE SCHEMA replication", "CREATE TABLE replication.node (id int)")
+    require_place(Route(Dsn.parse(source_db), Dsn.parse(target_db)), SpoolKind.FILES)
+    with connect(Dsn.parse(target_db), "test") as there:
+        write_follower(there, FOLLOWER)
+        table_state.install(there)
+        assert tables(target_db) == [
+            "millrace.stream_copy",
+            "millrace.stream_table",
+            "replication.node",
+        ]
+        assert remove_follower(there, "source", "mine")
+        there.execute("DROP TABLE millrace.stream_table")
+    assert tables(target_db) == ["replication.node"]
+
+
+def test_our_own_schemas_go_with_the_last_stream_unless_something_is_in_them(
     target_db: str,
 ) -> None:
-    follower = Follower("source", "mine", "", "host", "directory")
     with connect(Dsn.parse(target_db), "test") as there:
-        write_follower(there, follower)
-        execute(target_db, "CREATE TABLE replication.guest (id int)")
-        assert remove_follower(there, "source", "mine")
-        assert tables(target_db) == ["guest"]
-        execute(target_db, "DROP TABLE replication.guest")
-        write_follower(there, follower)
-        assert remove_follower(there, "source", "mine")
-    assert rows(target_db, "SELECT to_regnamespace('replication')::text") == [(None,)]
+        for guest in (True, False):
+            write_follower(there, FOLLOWER)
+            table_spool.install(there, "mine")
+            if guest:
+                execute(target_db, *(f"CREATE TABLE {one}.guest (id int)" for one in SCHEMAS))
+            table_spool.uninstall(there, "mine")
+            assert remove_follower(there, "source", "mine")
+            assert tables(target_db) == [f"{one}.guest" for one in SCHEMAS if guest]
+            if guest:
+                execute(target_db, *(f"DROP TABLE {one}.guest" for one in SCHEMAS))
+    for schema in SCHEMAS:
+        assert rows(target_db, f"SELECT to_regnamespace('{schema}')::text") == [(None,)]
 
 
-def test_a_stream_that_began_in_a_schema_of_the_users_goes_on(target_db: str) -> None:
-    follower = Follower("source", "mine", "", "host", "directory")
+def test_a_run_and_a_stream_share_the_schema_and_each_takes_away_its_own(target_db: str) -> None:
+    run = RunRecord("run1", "source", frozenset({"public"}))
     with connect(Dsn.parse(target_db), "test") as there:
-        write_follower(there, follower)
-        execute(target_db, "COMMENT ON SCHEMA replication IS 'of the user'")
-        write_follower(there, follower)
-        table_state.install(there)
-        assert read_followers(there) == [follower]
-        assert remove_follower(there, "source", "mine")
-    assert tables(target_db) == ["stream_table"]
+        for _ in range(2):
+            write_follower(there, FOLLOWER)
+            assert open_run(there, run) == 1
+            drop_records(there, "run1")
+            assert tables(target_db) == ["millrace.stream_copy"]
+            open_run(there, run)
+            assert remove_follower(there, "source", "mine")
+            assert [one.run_id for one in read_runs(there)] == ["run1"]
+            drop_records(there, "run1")
+    assert rows(target_db, "SELECT to_regnamespace('millrace')::text") == [(None,)]
 
 
 def test_a_schema_of_the_sources_that_would_come_among_our_tables_is_refused(
     source_db: str, target_db: str
 ) -> None:
-    source, target = Dsn.parse(source_db), Dsn.parse(target_db)
-    require_place(Route(source, target))
-    execute(source_db, "CREATE SCHEMA replication", "CREATE TABLE replication.node (id int)")
-    with pytest.raises(PreflightError, match="source has a schema replication of its own"):
-        require_place(Route(source, target))
-    left_out = parse_filters("[exclude-schema]\nreplication\n", name="test")
-    require_place(Route(source, target, filters=left_out))
+    place(source_db, target_db)
+    for schema in SCHEMAS:
+        execute(source_db, f"CREATE SCHEMA {schema}", f"CREATE TABLE {schema}.node (id int)")
+        with pytest.raises(PreflightError, match=f"source has a schema {schema} of its own"):
+            place(source_db, target_db)
+        place(source_db, target_db, f"[exclude-schema]\n{schema}\n")
+        execute(source_db, f"DROP SCHEMA {schema} CASCADE")
 
 
 def test_two_streams_that_begin_at_once_share_the_schema(target_db: str) -> None:
@@ -127,4 +164,4 @@ def test_two_streams_that_begin_at_once_share_the_schema(target_db: str) -> None
             wait_for(lambda: rows(target_db, waiting + "wait_event_type = 'Lock'"))
         thread.join()
     assert not failures
-    assert tables(target_db) == ["stream_table"]
+    assert tables(target_db) == ["millrace.stream_table"]

@@ -98,7 +98,7 @@ def test_a_stalled_stream_is_behind_and_says_so(
             wait_for(lambda: reporter.last.source.is_silent, "nothing comes")
             wait_for(lambda: (reporter.last.lag_seconds or 0.0) > 4, "lag grows with time")
             shown = reporter.last
-            assert "no word from the source for" in render_follow(shown)
+            assert "nothing received from the source for" in render_follow(shown)
             assert "MB ahead" in render_follow(shown)
             assert "nothing to apply" not in render_follow(shown)
             metrics = StreamMetrics()
@@ -115,7 +115,7 @@ def test_a_stalled_stream_is_behind_and_says_so(
             assert metric("slot_seconds_until_lost") > 0
             labels = {"stream": followed.slot, "status": "reserved"}
             assert metrics.registry.get_sample_value("millrace_slot_wal_status", labels) == 1
-            wait_for(lambda: "no word from the source for" in caplog.text, "it is logged")
+            wait_for(lambda: "nothing received from the source for" in caplog.text, "it is logged")
         wait_for(lambda: reporter.last.lag_bytes == 0, "it catches up again")
         assert not reporter.last.source.is_silent
         followed.set_endpos(followed.end())

@@ -197,12 +197,12 @@ def test_a_stream_is_not_applied_to_another_copy_or_another_target(
     other = apart.settings.target.with_(dbname="postgres")
     with pytest.raises(WorkDirError, match=r"went to .* --target is"):
         follow(rerouted(apart.followed.settings(), target=other), engine, apart.followed.reporter)
-    execute(apart.followed.target, "UPDATE replication.stream_copy SET run_id = 'another'")
+    execute(apart.followed.target, "UPDATE millrace.stream_copy SET run_id = 'another'")
     with pytest.raises(WorkDirError, match="holds another copy"):
         apart.followed.follow()
     execute(
         apart.followed.target,
-        f"UPDATE replication.stream_copy SET run_id = '{stream.run_id}'",
+        f"UPDATE millrace.stream_copy SET run_id = '{stream.run_id}'",
     )
     apart.followed.follow()
     # A target that was put back to an older state has lost its position.

@@ -170,7 +170,7 @@ def test_mistake_is_named_with_its_line(text: str, message: str) -> None:
 )
 def test_sections_that_contradict_each_other_are_refused(one: str, other: str, name: str) -> None:
     for early, late in ((one, other), (other, one)):
-        message = rf"line 4: \[{late}\] can't stand beside \[{early}\] \(line 2\)"
+        message = rf"line 4: \[{late}\] can't be combined with \[{early}\] \(line 2\)"
         with pytest.raises(ConfigError, match=message):
             parse(f"[{early}]\n{name}\n[{late}]\n{name}\n")
         parse(f"[{early}]\n{name}\n[{late}]\n; nothing\n")

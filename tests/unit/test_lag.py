@@ -62,7 +62,7 @@ def test_when_a_slot_is_lost_is_told_from_its_rate() -> None:
         (SourceProgress(9, 1.0, 0), 0, "nothing to apply"),
         (SourceProgress(9, 99.0, 0), 0, "the source can't be asked for its position"),
         (SourceProgress(9, 1.0, 5 << 20, 1.0), 5 << 20, "5 MB and 7.0 s behind"),
-        (SourceProgress(9, 1.0, 5 << 20, 35.0), 5 << 20, "no word from the source for 35 s; it is"),
+        (SourceProgress(9, 1.0, 5 << 20, 35.0), 5 << 20, "from the source for 35 s; it is"),
         (SourceProgress(9, 99.0, 5, 35.0), 5, "for 35 s; it can't be reached"),
         (SourceProgress(None, None, None, 35.0), None, "for 35 s; it can't be reached"),
         (

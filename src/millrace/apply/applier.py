@@ -346,7 +346,7 @@ class Applier:
             )
         if self._on_conflict is OnConflict.SKIP or kind == "d":
             self.applied.skipped += len(staged) - touched
-        _log_conflict(plan, verb, staged, len(staged) - touched, "not there")
+        _log_conflict(plan, verb, staged, len(staged) - touched, "not on the target")
 
     def _fill(self, plan: TablePlan, kind: str, staged: StagedRows) -> None:
         stage = plan.stage(kind)

@@ -21,26 +21,26 @@ from psycopg.pq.abc import PGconn
 
 from millrace.errors import MillraceError, ServerError
 from millrace.lsn import parse_lsn, render_lsn
-from millrace.postgres.catalog.schemas import INSTALL_STREAM_SCHEMA, STREAM_SCHEMA, own_table_sql
-from millrace.postgres.format import check_stream_formats, format_of
 from millrace.postgres.origin import TAKE_OVER_SECONDS, drop_origin
+from millrace.postgres.own_schema import (
+    STREAM_POSITION,
+    check_stream_formats,
+    has_table,
+    install_table,
+)
 from millrace.postgres.quote import literal
 from millrace.postgres.wire.connect import translated
 from millrace.postgres.wire.libpq import execute
 
 Connection = psycopg.Connection[tuple[Any, ...]]
 
-TABLE = f"{STREAM_SCHEMA}.stream_position"
-INSTALL = f"""{INSTALL_STREAM_SCHEMA}
-CREATE TABLE IF NOT EXISTS {TABLE} (
+TABLE = STREAM_POSITION.label
+DEFINITION = """(
     stream text PRIMARY KEY,
     lsn pg_lsn NOT NULL,
     committed_at timestamptz,
     applied_at timestamptz NOT NULL DEFAULT clock_timestamp()
-);
-{format_of(TABLE).write_sql()}
-"""
-_IS_THERE = own_table_sql("stream_position")
+)"""
 # Codes by which a server says that origins are not for this role.
 _NOT_ALLOWED = ("42501",)
 _IN_USE = "55006"
@@ -142,7 +142,7 @@ def setup_position(connection: Connection, name: str, start_lsn: int) -> str:
         except psycopg.Error as error:
             if error.sqlstate not in _NOT_ALLOWED:
                 raise
-        connection.execute(INSTALL)
+        install_table(connection, STREAM_POSITION, DEFINITION)
         connection.execute(
             f"INSERT INTO {TABLE} (stream, lsn) VALUES (%s, %s) ON CONFLICT DO NOTHING",
             (name, render_lsn(start_lsn)),
@@ -172,8 +172,7 @@ def read_position(connection: Connection, name: str) -> int | None:
         ).fetchone()
         if origin:
             return parse_lsn(origin[0])
-        found = connection.execute(f"SELECT {_IS_THERE}").fetchone()
-        if not (found and found[0]):
+        if not has_table(connection, STREAM_POSITION):
             return None
         row = connection.execute(
             f"SELECT lsn::text FROM {TABLE} WHERE stream = %s", (name,)
@@ -188,8 +187,7 @@ def read_positions(connection: Connection, prefix: str) -> dict[str, int]:
             "SELECT roname::text FROM pg_replication_origin WHERE starts_with(roname, %s)",
             (prefix,),
         ).fetchall()
-        found = connection.execute(f"SELECT {_IS_THERE}").fetchone()
-        if found and found[0]:
+        if has_table(connection, STREAM_POSITION):
             rows += connection.execute(
                 f"SELECT stream FROM {TABLE} WHERE starts_with(stream, %s)", (prefix,)
             ).fetchall()

@@ -25,8 +25,7 @@ import psycopg
 from psycopg.pq.abc import PGconn
 
 from millrace.lsn import parse_lsn, render_lsn
-from millrace.postgres.catalog.schemas import INSTALL_STREAM_SCHEMA, STREAM_SCHEMA, own_table_sql
-from millrace.postgres.format import format_of
+from millrace.postgres.own_schema import STREAM_TABLE, has_table, install_table
 from millrace.postgres.quote import literal
 from millrace.postgres.wire.connect import translated
 from millrace.postgres.wire.libpq import execute, session_encoding
@@ -35,9 +34,8 @@ Connection = psycopg.Connection[tuple[Any, ...]]
 # Schema and name, of a partitioned table those of its root.
 TableName = tuple[str, str]
 
-TABLE = f"{STREAM_SCHEMA}.stream_table"
-INSTALL = f"""{INSTALL_STREAM_SCHEMA}
-CREATE TABLE IF NOT EXISTS {TABLE} (
+TABLE = STREAM_TABLE.label
+DEFINITION = """(
     stream text NOT NULL,
     schema_name text NOT NULL,
     table_name text NOT NULL,
@@ -52,10 +50,7 @@ CREATE TABLE IF NOT EXISTS {TABLE} (
     copied_rows bigint,
     changed_at timestamptz NOT NULL DEFAULT clock_timestamp(),
     PRIMARY KEY (stream, schema_name, table_name)
-);
-{format_of(TABLE).write_sql()}
-"""
-_IS_THERE = own_table_sql("stream_table")
+)"""
 _COLUMNS = (
     "schema_name, table_name, state, lsn::text, sync_id, source_oid, copied_lsn::text, copied_rows"
 )
@@ -114,14 +109,13 @@ TableStates = Mapping[TableName, TableState]
 def install(connection: Connection) -> None:
     """Make the table on the target, if it is not there."""
     with translated("making the table of synced tables on the target"):
-        connection.execute(INSTALL)
+        install_table(connection, STREAM_TABLE, DEFINITION)
 
 
 def read_table_states(connection: Connection, stream: str) -> dict[TableName, TableState]:
     """The tables of a stream that are not simply followed from its beginning."""
     with translated("reading the states of tables on the target"):
-        row = connection.execute(f"SELECT {_IS_THERE}").fetchone()
-        if row != (True,):
+        if not has_table(connection, STREAM_TABLE):
             return {}
         rows = connection.execute(
             f"SELECT {_COLUMNS} FROM {TABLE} WHERE stream = %s", (stream,)
@@ -138,7 +132,8 @@ def lock_states(session: PGconn, stream: str, worker: str) -> dict[TableName, Ta
     """
     results = execute(
         session,
-        f"SELECT pg_try_advisory_xact_lock_shared({lock_key_sql(worker)}); SELECT {_IS_THERE}",
+        f"SELECT pg_try_advisory_xact_lock_shared({lock_key_sql(worker)});"
+        f" SELECT {STREAM_TABLE.exists_sql()}",
     )
     if results[0].get_value(0, 0) != b"t":
         return None
@@ -274,8 +269,7 @@ def write_abandoned(connection: Connection, stream: str, name: TableName) -> boo
 def drop_states(connection: Connection, prefix: str) -> int:
     """Forget the tables of streams whose names begin so; the number of rows."""
     with translated("removing the states of tables on the target"):
-        row = connection.execute(f"SELECT {_IS_THERE}").fetchone()
-        if row != (True,):
+        if not has_table(connection, STREAM_TABLE):
             return 0
         return connection.execute(
             f"DELETE FROM {TABLE} WHERE starts_with(stream, %s)", (prefix,)

@@ -171,7 +171,7 @@ def _go(run: _Run) -> bool:
             with_retries(run.go, on_retry=log_retry)
             return True
         except _TablesChanged:
-            log.debug("a table's state has changed: its changes are prepared anew")
+            log.debug("a table's state has changed: its changes are prepared again")
         except _MadeWay:
             return False
 

@@ -205,7 +205,7 @@ class Silencer:
     def _holders(self, schema: str, table: str) -> str:
         name = literal(qualified(schema, table))
         value = execute(self._session, _HOLDERS.format(table=name))[0].get_value(0, 0)
-        return value.decode(self._encoding) if value else "nobody any more"
+        return value.decode(self._encoding) if value else "no session any more"
 
 
 def warn_of_loud(connection: Connection) -> None:

@@ -17,6 +17,7 @@ from millrace.follow.settings import SlotSettings
 from millrace.log import setup_logging
 from millrace.snapshot.holder import read_held
 from millrace.spark.session import parse_conf
+from millrace.spool.kind import SpoolKind
 
 
 @command
@@ -102,4 +103,5 @@ def _check_stream(settings: CloneSettings) -> None:
         from millrace.follow.setup import require_place, require_silence
 
         require_silence(settings.target)
-        require_place(settings.route)
+        # Where the spool will be is not known yet.
+        require_place(settings.route, SpoolKind.TABLE)

@@ -28,7 +28,7 @@ def clone_all(asked: CommandOptions, settings: CloneSettings) -> None:
         if given:
             raise ConfigError(
                 f"--all-databases and {option} cannot be used together",
-                hint="a slot and a snapshot belong to one database: clone that by itself",
+                hint="a slot and a snapshot belong to one database: clone that database on its own",
             )
     databases = plan_databases(settings)
     missing = read_missing(settings, databases)

@@ -47,9 +47,9 @@ CONSTRAINING = (*BUILDING, "restore_jobs")
 HELP = """{text}
 
 Works in the run of --dir: what is done already is left alone. Commands that share a
-directory must read rows under the same snapshot: hold one with `millrace snapshot`, or say
---not-consistent if nobody writes to the source. Those that copy no rows need none, once the
-run has begun. All must say the same about what is copied: --filters, --no-owner and the like.
+directory must read rows under the same snapshot: hold one with `millrace snapshot`, or give
+--not-consistent if nobody writes to the source. Commands that copy no rows need none, once the
+run has begun. Give all of them the same --filters, --no-owner and the like.
 """
 
 
@@ -119,7 +119,7 @@ _add(
     copy_app,
     "sequences",
     frozenset({Step.SEQUENCES}),
-    "Set sequences as they stand on the source.",
+    "Set sequences to the source's values.",
 )
 _add(
     copy_app,

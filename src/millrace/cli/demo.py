@@ -124,7 +124,7 @@ def _migrate(
         summary = cloned.result().summary
         if summary is not None and not quiet:
             print_summary(summary, most_tables=12)
-        say("cloned; the writers go on, and their changes are applied")
+        say("cloned; the writers continue, and their changes are applied")
         wait([following], timeout=FOLLOW_SECONDS)
         writers.close()
         say(f"writers stopped after {writers.committed:,} transactions; cutting over")

@@ -97,7 +97,7 @@ def _apply(asked: CommandOptions, *, waits: bool) -> None:
 
 @partial(command, names=_CUTOVER_OPTIONS)
 def cutover(asked: CommandOptions) -> None:
-    """End the stream where the source stands now, and prove that both sides are equal.
+    """End the stream at the source's current position, and prove that both sides are equal.
 
     Stop the writers of the source first. Sets the end position, waits until a running `follow`
     has applied everything up to it (or follows by itself), sets the target's sequences, compares

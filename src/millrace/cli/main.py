@@ -40,7 +40,7 @@ class Program(LazyGroup):
         "cutover": Place(
             "millrace.cli.follow",
             "cutover",
-            "End the stream where the source stands now, and prove that both sides are equal.",
+            "End the stream at the source's current position, and prove that both sides are equal.",
         ),
         "demo": Place(
             "millrace.cli.demo_tube",
@@ -48,7 +48,7 @@ class Program(LazyGroup):
             "Move a busy shop database from PostgreSQL 16 to 18 and prove both sides equal.",
         ),
         "snapshot": Place(
-            "millrace.cli.snapshot", "snapshot", "Hold an exported snapshot until told to stop."
+            "millrace.cli.snapshot", "snapshot", "Hold an exported snapshot until it is stopped."
         ),
         "version": Place("millrace.cli.version", "version", "Print the version."),
         "copy": Place("millrace.cli.copy", "copy_app", "Do one step of a clone."),

@@ -89,7 +89,7 @@ Master = Annotated[
     str,
     typer.Option(
         envvar="MILLRACE_MASTER",
-        help="Spark master; by default local, with a slot for each job asked for.",
+        help="Spark master; by default local, with one slot per job.",
         show_default=False,
     ),
 ]

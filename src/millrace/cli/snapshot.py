@@ -61,7 +61,7 @@ def snapshot(
     verbose: options.Verbose = 0,
     quiet: options.Quiet = False,
 ) -> None:
-    """Hold an exported snapshot until told to stop.
+    """Hold an exported snapshot until it is stopped.
 
     Prints its id and records it in the work directory, where `clone` and `copy` find it by
     themselves. A clone that dies can then be resumed under the same snapshot. Ends on Ctrl-C,
@@ -121,7 +121,7 @@ def _tell_of_slot(directory: Path, slot: str) -> None:
         slot,
         "continue with `millrace follow`"
         if is_copied
-        else "nothing was copied under its snapshot; if the target has its rows by other ways, "
+        else "nothing was copied under its snapshot; if the target has its rows already, "
         "continue with `millrace stream setup`",
         slot,
     )

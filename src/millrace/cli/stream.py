@@ -96,7 +96,7 @@ def setup(
     rules = options.read_rules(filters)
     encoding = _encoding(source, target)
     if (there := _target(target)) is not None:
-        require_place(Route(dsn, there, filters=rules))
+        require_place(Route(dsn, there, filters=rules), spool)
     making = nullcontext(Making()) if is_held else making_slot(directory, dsn, slot, adopts=True)
     with making as made:
         if held is not None and held.start_lsn is not None and is_held:
@@ -158,7 +158,7 @@ def receive(
 
     A spool in tables of the target needs --target; one in files does not.
 
-    Runs until the end position, or until it is told to stop: Ctrl-C, SIGTERM or SIGHUP. The source
+    Runs until the end position, or until it is stopped: Ctrl-C, SIGTERM or SIGHUP. The source
     is told only of what is on disk here, so it can be stopped, killed and started again at any
     time. Connections that break are opened again.
     """

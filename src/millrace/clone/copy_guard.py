@@ -53,7 +53,7 @@ def check_new_copy(
         raise WorkDirError(
             f"{settings.directory} belongs to the stream of slot {stream.slot_name}: what a copy "
             "under another snapshot holds already, the stream would apply again",
-            hint="choose another --dir; or copy and follow anew: clone --follow --restart; or end "
+            hint="choose another --dir; or start over: clone --follow --restart; or end "
             "the stream first: millrace stream cleanup",
             slot=stream.slot_name,
         )
@@ -79,7 +79,7 @@ def check_more_rows(
             hint="leave out --not-consistent if the snapshot is still held; else begin again with "
             "clone --follow --restart"
             if rows_left
-            else "its copy is whole: begin again with clone --follow --restart",
+            else "its copy is complete: begin again with clone --follow --restart",
             slot=stream.slot_name,
         )
     if stream.has_applied:

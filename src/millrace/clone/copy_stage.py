@@ -17,7 +17,6 @@ import psycopg
 from millrace import failpoint
 from millrace.clone.copy_task import CopyTask, Outcome, PartStatements, copy_parts, part_statements
 from millrace.clone.finish.table import TableFinisher
-from millrace.clone.job import Job
 from millrace.clone.large_object import large_object_statements
 from millrace.clone.plan import Plan, plan_packs
 from millrace.clone.progress import (
@@ -26,7 +25,7 @@ from millrace.clone.progress import (
     read_running_indexes,
     weigh_copies,
 )
-from millrace.clone.run_record import RunRecords
+from millrace.clone.run_state import Run
 from millrace.clone.step import Step
 from millrace.config.size import render_size
 from millrace.errors import InvariantError, MillraceError, SnapshotLost
@@ -45,11 +44,11 @@ SNAPSHOT_CHECK_SECONDS = 5.0
 FATAL_CODES = frozenset({"53100"})
 
 
-class Copying:
+class CopyStage:
     """One pass over all parts and large objects."""
 
-    def __init__(self, job: Job, plan: Plan, snapshot: HeldSnapshot | ReleasedSnapshot) -> None:
-        self.job = job
+    def __init__(self, run: Run, plan: Plan, snapshot: HeldSnapshot | ReleasedSnapshot) -> None:
+        self.run = run
         self.plan = plan
         self.snapshot = snapshot
         self.copied: dict[record.PartKey, record.CopiedPart] = {}
@@ -60,19 +59,19 @@ class Copying:
         }
         self._unfinished = set(plan.parts)
         self._families = plan.families()
-        self._records = RunRecords(job.settings, job.run_id)
-        self._finisher = TableFinisher(job, plan)
-        self._moves_tables = Step.TABLE_DATA in job.settings.steps
-        self._watch = _RecordWatch(job.run_id, job.settings.table_jobs)
+        self._records = run.records
+        self._finisher = TableFinisher(run, plan)
+        self._moves_tables = Step.TABLE_DATA in run.settings.steps
+        self._watch = _RecordWatch(run.run_id, run.settings.table_jobs)
         self._target: Connection | None = None
         self._reported_at = 0.0
 
-    def run(self) -> None:
+    def copy(self) -> None:
         """Copy everything, build what rests on it; raises if anything failed."""
-        settings = self.job.settings
+        settings = self.run.settings
         tables = ThreadPoolExecutor(settings.table_jobs, thread_name_prefix="copy")
         objects = ThreadPoolExecutor(settings.large_objects_jobs, thread_name_prefix="lo")
-        self.job.progress.copy_started_at = time.monotonic()
+        self.run.progress.copy_started_at = time.monotonic()
         try:
             for part in self._ask(self._watch.poll):
                 self._note_copied(part)
@@ -83,7 +82,7 @@ class Copying:
             futures = {tables.submit(self._call, statements) for statements in self._packs()}
             futures |= {objects.submit(self._call, one) for one in self._large_objects()}
             self._wait_for_copies(futures)
-            self.job.progress.copy_seconds = self.job.progress.seconds()
+            self.run.progress.copy_seconds = self.run.progress.seconds()
             # Nothing reads the source any more: let go of its locks and its horizon.
             self.snapshot.close()
             self._wait_for_finisher()
@@ -93,7 +92,7 @@ class Copying:
         except BaseException:
             tables.shutdown(wait=False, cancel_futures=True)
             objects.shutdown(wait=False, cancel_futures=True)
-            self.job.engine.cancel()
+            self.run.engine.cancel()
             self._finisher.close(cancel=True)
             raise
         finally:
@@ -111,15 +110,15 @@ class Copying:
                 part_statements(
                     self._tables[part.table_oid],
                     part,
-                    is_guarded=part.table_oid in self.job.guarded,
+                    is_guarded=part.table_oid in self.run.guarded,
                 )
                 for part in pack.parts
             )
-            for pack in plan_packs(left, jobs=self.job.settings.table_jobs)
+            for pack in plan_packs(left, jobs=self.run.settings.table_jobs)
         ]
 
     def _large_objects(self) -> list[tuple[PartStatements, ...]]:
-        settings = self.job.settings
+        settings = self.run.settings
         if Step.LARGE_OBJECTS not in settings.steps or settings.skip_large_objects:
             return []
         return [
@@ -129,7 +128,7 @@ class Copying:
                     owner=not settings.schema.no_owner,
                     acl=not settings.schema.no_acl,
                     comments=not settings.schema.no_comments,
-                    replace=self.job.replaces,
+                    replace=self.run.replaces,
                 ),
             )
             for objects in self.plan.catalog.large_object_ranges
@@ -137,18 +136,18 @@ class Copying:
         ]
 
     def _call(self, statements: tuple[PartStatements, ...]) -> list[Outcome]:
-        job = self.job
+        run = self.run
         task = CopyTask(
-            job.run_id,
-            job.epoch,
-            job.settings.source,
-            job.settings.target,
+            run.run_id,
+            run.epoch,
+            run.settings.source,
+            run.settings.target,
             self.snapshot.id,
-            job.target_encoding,
+            run.target_encoding,
             statements,
         )
         more = f" and {len(statements) - 1} more" if len(statements) > 1 else ""
-        return job.engine.call(copy_parts, task, f"copy {statements[0].label}{more}")
+        return run.engine.call(copy_parts, task, f"copy {statements[0].label}{more}")
 
     def _wait_for_copies(self, waiting: set[Future[list[Outcome]]]) -> None:
         """Until every task has ended: hand over whole tables, notice errors, show progress."""
@@ -175,7 +174,7 @@ class Copying:
 
     def _wait_for_finisher(self) -> None:
         """Until the last index, constraint and vacuum is done."""
-        self.job.progress.step = "indexes, constraints, vacuum"
+        self.run.progress.step = "indexes, constraints, vacuum"
         while not self._finisher.wait(POLL_SECONDS):
             self._report()
             self._raise_fatal()
@@ -198,14 +197,14 @@ class Copying:
         if key in self.copied:
             return
         self.copied[key] = part
-        progress = self.job.progress
+        progress = self.run.progress
         label = f"large objects {part.part}"
         if key in self._planned:
             label = self._tables[part.table_oid].label
             progress.parts_done += 1
         progress.copied_bytes += part.bytes
         progress.copied_rows += part.rows
-        self.job.store.write_timing(
+        self.run.store.write_timing(
             "copy",
             label,
             part.seconds,
@@ -234,7 +233,7 @@ class Copying:
         ]
         if fatal:
             self._tell_needed(fatal[0])
-        if fatal or (errors and self.job.settings.fail_fast):
+        if fatal or (errors and self.run.settings.fail_fast):
             raise several([*fatal, *errors])
 
     def _tell_needed(self, error: MillraceError) -> None:
@@ -246,7 +245,7 @@ class Copying:
         error.facts["needed_bytes"] = size
         error.hint = (
             f"make room on the target: about {render_size(size)} of tables are still to be copied, "
-            "and their indexes come besides; then go on with the same command and --resume"
+            "and their indexes come besides; then continue with the same command and --resume"
         )
 
     def _report(self) -> None:
@@ -254,7 +253,7 @@ class Copying:
         if time.monotonic() - self._reported_at < POLL_SECONDS:
             return
         self._reported_at = time.monotonic()
-        progress, run_id = self.job.progress, self.job.run_id
+        progress, run_id = self.run.progress, self.run.run_id
         left = self._planned.keys() - self.copied.keys()
         found = self._ask(lambda target: read_running_copies(target, run_id))
         running = [copy for copy in found if (copy.table_oid, copy.part) in left]
@@ -264,14 +263,14 @@ class Copying:
         ]
         progress.estimated_bytes_done = weigh_copies(self._planned, self.copied, running)
         progress.running_indexes = self._ask(lambda target: read_running_indexes(target, run_id))
-        self.job.reporter.update(progress)
+        self.run.reporter.update(progress)
 
     def _ask(self, query: Any) -> Any:
         """Ask the target, on a new session if the last one was lost."""
 
         def attempt() -> Any:
             if self._target is None or self._target.closed:
-                self._target = connect(self.job.settings.target, f"watch {self.job.run_id}")
+                self._target = connect(self.run.settings.target, f"watch {self.run.run_id}")
             with translated("watching the target"):
                 return query(self._target)
 

@@ -20,7 +20,8 @@ from millrace.filter.apply import (
     read_left_out_schemas,
 )
 from millrace.filter.decide import PG_CLASS_OID
-from millrace.postgres.catalog.schemas import RECORD_SCHEMA, STREAM_SCHEMA, USER_SCHEMA
+from millrace.postgres.catalog.schemas import OWN_SCHEMA, USER_SCHEMA
+from millrace.postgres.own_schema import SPOOL_SCHEMA
 from millrace.postgres.quote import ident
 
 Connection = psycopg.Connection[tuple[Any, ...]]
@@ -71,7 +72,7 @@ def _check_target_schemas(
     target: Connection, settings: CloneSettings, *, continues: bool
 ) -> Iterable[Problem]:
     renamed = settings.naming.renamed_schemas
-    for own in (RECORD_SCHEMA, STREAM_SCHEMA):
+    for own in (OWN_SCHEMA, SPOOL_SCHEMA):
         if own in renamed.values():
             yield Problem(
                 "target", f"millrace keeps its own tables in schema {own}", "choose another name"

@@ -18,9 +18,9 @@ from millrace.clone.shared_database import check_database, read_filled_schemas
 from millrace.clone.step import Step
 from millrace.errors import PreflightError
 from millrace.filter.apply import read_left_out_extensions, read_left_out_schemas
-from millrace.postgres import run_record as record
 from millrace.postgres.catalog.inventory import Available, read_available_extensions
-from millrace.postgres.catalog.schemas import RECORD_SCHEMA, USER_SCHEMA
+from millrace.postgres.catalog.schemas import OWN_SCHEMA, USER_SCHEMA
+from millrace.postgres.own_schema import is_foreign
 from millrace.postgres.quote import ident, literal, qualified
 from millrace.postgres.wire.connect import translated
 
@@ -174,9 +174,9 @@ def _check_connections(
         if room < need:
             yield Problem(
                 side,
-                f"{need} connections are needed for the jobs asked for, {max(room, 0)} are free",
+                f"the jobs need {need} connections, {max(room, 0)} are free",
                 f"ALTER SYSTEM SET max_connections = {row[1] + need + 10} and restart the server, "
-                "or ask for fewer jobs (--table-jobs, --index-jobs, --restore-jobs, "
+                "or use fewer jobs (--table-jobs, --index-jobs, --restore-jobs, "
                 "--large-objects-jobs)",
             )
 
@@ -222,20 +222,18 @@ def _check_record_schema(
     source: Connection, target: Connection, settings: CloneSettings
 ) -> Iterable[Problem]:
     """A clone keeps its records in a schema of the target, and drops that when it is done."""
-    rename = f"ALTER SCHEMA {RECORD_SCHEMA} RENAME TO ..."
-    if record.is_foreign(source) and RECORD_SCHEMA not in read_left_out_schemas(
-        source, settings.filters
-    ):
+    rename = f"ALTER SCHEMA {OWN_SCHEMA} RENAME TO ..."
+    if is_foreign(source) and OWN_SCHEMA not in read_left_out_schemas(source, settings.filters):
         yield Problem(
             "source",
-            f"it has a schema {RECORD_SCHEMA} of its own: on the target, a clone keeps its records "
+            f"it has a schema {OWN_SCHEMA} of its own: on the target, a clone keeps its records "
             "in a schema of that name",
-            f"{rename}; or leave it out: [exclude-schema] {RECORD_SCHEMA} in --filters",
+            f"{rename}; or leave it out: [exclude-schema] {OWN_SCHEMA} in --filters",
         )
-    if record.is_foreign(target):
+    if is_foreign(target):
         yield Problem(
             "target",
-            f"it has a schema {RECORD_SCHEMA} that millrace did not make, where a clone keeps its "
+            f"it has a schema {OWN_SCHEMA} that millrace did not make, where a clone keeps its "
             "records",
             rename,
         )

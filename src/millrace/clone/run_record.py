@@ -259,8 +259,9 @@ def _drop_records(target: Connection, run_id: str) -> None:
         raise  # the server is gone, and what it still has is not known
     except psycopg.Error as error:
         log.warning(
-            "our records stay on the target (%s): DROP SCHEMA millrace CASCADE removes them",
+            "our records stay on the target (%s): DROP TABLE %s removes them",
             str(error).strip(),
+            record.TABLES,
         )
 
 

@@ -190,7 +190,7 @@ def _warn_of_reach(
     if wide:
         yield Problem(
             "target",
-            "the database has other schemas, and these will be about them too: "
+            "the database has other schemas, and these will apply to them too: "
             f"{', '.join(wide[:LISTED])}",
             "drop or disable them on the target afterwards, if that is not wanted",
             is_warning=True,

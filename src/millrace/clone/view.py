@@ -29,7 +29,7 @@ SNAPSHOT_ATTEMPTS = 5
 WAYS_OUT = (
     "three ways out: (1) next time hold the snapshot in a process of its own, with `millrace "
     "snapshot`, so that it survives; (2) start over with --restart; (3) if nobody has "
-    "written to the source since, go on with --resume --not-consistent"
+    "written to the source since, continue with --resume --not-consistent"
 )
 WAYS_OUT_OF_A_STREAM = (
     "rows read under another snapshot would not fit the stream of this directory: start over "
@@ -115,7 +115,7 @@ def _open_snapshot(settings: CloneSettings, given: str | None) -> HeldSnapshot:
 
 
 def _as_of_now(source: Dsn, sequences: tuple[Sequence, ...]) -> tuple[Sequence, ...]:
-    """Sequences know no snapshot: as they stand now, they are not behind the copied rows. One
+    """Sequences know no snapshot: as they are now, they are not behind the copied rows. One
     that the source has no more stays as it was."""
     with connect(source, "sequences") as connection, translated("reading the source's sequences"):
         now = {sequence.oid: sequence for sequence in read_sequences(connection)}

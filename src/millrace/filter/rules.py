@@ -251,7 +251,7 @@ def _check_combination(rules: Collection[Rule], name: str) -> None:
             raise rule_error(
                 name,
                 late.line,
-                f"[{late.section}] can't stand beside [{early.section}] (line {early.line})",
+                f"[{late.section}] can't be combined with [{early.section}] (line {early.line})",
                 "use one of the two sections",
             )
     seen: dict[tuple[NamePart, ...], Rule] = {}

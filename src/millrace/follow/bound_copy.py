@@ -124,8 +124,8 @@ def require_bound(setup: StreamSetup) -> StreamSetup:
         raise WorkDirError(
             f"nothing is copied yet under the snapshot of slot {setup.slot_name}",
             hint="copy first: millrace clone with the same --dir, while `millrace snapshot "
-            "--follow` holds the snapshot; if the target has its rows by other ways, say so: "
-            "millrace stream setup",
+            "--follow` holds the snapshot; if the target has its rows already, use "
+            "`millrace stream setup`",
             slot=setup.slot_name,
         )
     return setup
@@ -141,8 +141,8 @@ def require_copied(directory: Path, target: Dsn, setup: StreamSetup) -> None:
     if not is_own and (setup.run_id or setup.snapshot != run["snapshot"]) and _is_bound(setup):
         raise WorkDirError(
             f"the copy in {directory}, under snapshot {run['snapshot']}, is not the one that the "
-            f"stream of slot {setup.slot_name} goes with",
-            hint="its changes can't be applied to this copy: copy and follow anew with "
+            f"stream of slot {setup.slot_name} belongs to",
+            hint="its changes can't be applied to this copy: start over with "
             "clone --follow --restart",
             slot=setup.slot_name,
         )
@@ -184,7 +184,7 @@ def require_target(
                     f"the target has no position of the stream of slot {setup.slot_name}, although "
                     f"changes were applied up to {render_lsn(applied_lsn)}: it is another one, or "
                     "an older state of it",
-                    hint="give the target that was followed, or copy and follow anew with "
+                    hint="give the target that was followed, or start over with "
                     "clone --follow --restart",
                     slot=setup.slot_name,
                 )
@@ -201,7 +201,7 @@ def _refuse_other(other: Follower, own: Follower) -> None:
     if other.run_id and own.run_id and other.run_id != own.run_id:
         raise WorkDirError(
             f"the target holds another copy than that of {own.directory}: the one of "
-            f"{other.directory} on {other.host}, which the stream of slot {own.slot} goes with",
-            hint="follow in that directory; or copy and follow anew with clone --follow --restart",
+            f"{other.directory} on {other.host}, which the stream of slot {own.slot} belongs to",
+            hint="follow in that directory; or start over with clone --follow --restart",
             slot=own.slot,
         )

@@ -80,7 +80,7 @@ def cutover(
     engine: Engine,
     reporter: FollowReporter,
 ) -> CutoverResult:
-    """Bring the target to where the source stands now, and prove it."""
+    """Bring the target to the source's current position, and prove it."""
     began = time.monotonic()
     directory = settings.directory
     with Sentinel(directory) as sentinel:

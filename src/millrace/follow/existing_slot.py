@@ -61,7 +61,7 @@ def describe_slot(connection: Connection, state: SlotState) -> str:
 
 def _hint(connection: Connection, state: SlotState) -> str:
     if state.active_pid is not None:
-        return "choose another --slot-name, or stop whoever reads it"
+        return "choose another --slot-name, or stop its reader"
     here = state.database == connection.info.dbname
     remove = f"millrace stream cleanup --slot-name {state.name}"
     if not here or not _is_ours(connection, state.name):
@@ -100,5 +100,5 @@ def _idle(connection: Connection, slot: str) -> str:
     with suppress(MillraceError), translated("asking since when the slot is idle"):
         row = connection.execute(_INACTIVE_SINCE if has_time else _SEGMENT_WRITTEN, (slot,))
         if (found := row.fetchone()) and found[0]:
-            return f"read by nobody since {'' if has_time else 'about '}{found[0]}"
-    return "read by nobody"
+            return f"not read since {'' if has_time else 'about '}{found[0]}"
+    return "not being read"

@@ -47,7 +47,7 @@ class SourceProgress:
         return self.age_seconds is None or self.age_seconds > SILENT_SECONDS
 
     def describe_silence(self) -> str:
-        text = f"no word from the source for {self.contact_seconds or 0:.0f} s"
+        text = f"nothing received from the source for {self.contact_seconds or 0:.0f} s"
         if self.is_out_of_reach:
             return f"{text}; it can't be reached"
         if not self.lag_bytes:

@@ -33,12 +33,14 @@ from millrace.follow.settings import SlotSettings
 from millrace.follow.slot import cleanup, prepare_source
 from millrace.follow.slot_making import making_slot
 from millrace.postgres.catalog import relations as catalog
-from millrace.postgres.catalog.schemas import FOREIGN_STREAM_SCHEMA, STREAM_SCHEMA, USER_SCHEMA
+from millrace.postgres.catalog.schemas import OWN_SCHEMA, USER_SCHEMA
+from millrace.postgres.own_schema import SPOOL_SCHEMA, foreign_schema, is_foreign
 from millrace.postgres.quote import ident
 from millrace.postgres.wire.connect import connect, server_encoding, translated
 from millrace.route import Route
 from millrace.snapshot.holder import SnapshotHolder, hold, read_held
 from millrace.spool.interface import FOLDER as SPOOL_FOLDER
+from millrace.spool.kind import SpoolKind
 from millrace.workdir.sentinel import Sentinel
 
 log = logging.getLogger(__name__)
@@ -69,7 +71,7 @@ def open_slot_snapshot(
     directory, source, target, rules = route.place, route.source, route.target, route.filters
     slot = choose_slot(directory, slot)
     require_silence(target)
-    require_place(route)
+    require_place(route, slot.spool)
     with connect(target, "setup") as connection:
         encoding = server_encoding(connection)
     held = read_held(directory)
@@ -138,28 +140,26 @@ def require_silence(target: Dsn) -> None:
             ) from None
 
 
-def require_place(route: Route) -> None:
+def require_place(route: Route, spool: SpoolKind) -> None:
     """Raise if the target has, or would get from the source, a schema of the user's that has the
-    name of the one in which a stream keeps its tables."""
-    rename = f"ALTER SCHEMA {STREAM_SCHEMA} RENAME TO ..."
-    with connect(route.target, "setup") as connection, translated("looking at the schemas"):
-        row = connection.execute(f"SELECT {FOREIGN_STREAM_SCHEMA}").fetchone()
-    if row == (True,):
-        raise PreflightError(
-            f"the target has a schema {STREAM_SCHEMA} that millrace did not make, where a stream "
-            "keeps its tables",
-            hint=f"{rename} there, or drop it if nobody needs it",
-        )
-    with connect(route.source, "setup") as connection, translated("looking at the schemas"):
-        row = connection.execute(f"SELECT {FOREIGN_STREAM_SCHEMA}").fetchone()
-        left_out = read_left_out_schemas(connection, route.filters)
-        is_copied = row == (True,) and STREAM_SCHEMA not in left_out
-    if is_copied:
-        raise PreflightError(
-            f"the source has a schema {STREAM_SCHEMA} of its own: on the target, a stream keeps "
-            "its tables in a schema of that name",
-            hint=f"{rename} there; or leave it out: [exclude-schema] {STREAM_SCHEMA} in --filters",
-        )
+    name of one in which a stream keeps its tables."""
+    schemas = (OWN_SCHEMA, SPOOL_SCHEMA) if spool is SpoolKind.TABLE else (OWN_SCHEMA,)
+    with (
+        connect(route.target, "setup") as target,
+        connect(route.source, "setup") as source,
+        translated("looking at the schemas"),
+    ):
+        left_out = read_left_out_schemas(source, route.filters)
+        for schema in schemas:
+            if is_foreign(target, schema):
+                raise foreign_schema(schema)
+            if is_foreign(source, schema) and schema not in left_out:
+                raise PreflightError(
+                    f"the source has a schema {schema} of its own: on the target, a stream keeps "
+                    "its tables in a schema of that name",
+                    hint=f"ALTER SCHEMA {schema} RENAME TO ... on the source; or leave it out: "
+                    f"[exclude-schema] {schema} in --filters",
+                )
 
 
 def forget_stream(route: Route) -> None:
@@ -221,7 +221,7 @@ def _left_out(decision: Decision) -> set[int]:
 
 
 def _drop(route: Route, slot: str, identity: str) -> None:
-    log.warning("dropping replication slot %s: what was copied with it is not whole", slot)
+    log.warning("dropping replication slot %s: what was copied with it is not complete", slot)
     try:
         with connect(route.source, "cleanup") as here, connect(route.target, "cleanup") as there:
             cleanup(here, there, slot, identity, read_naming(route.place))

@@ -13,14 +13,11 @@ from typing import Any, Final
 import psycopg
 
 from millrace.errors import WorkDirError
-from millrace.postgres.catalog.schemas import STREAM_SCHEMA, STREAM_TABLES
 from millrace.postgres.quote import literal
 
 Connection = psycopg.Connection[tuple[Any, ...]]
 
 _COMMENT: Final = "millrace format"
-# Of every table of a stream, the spool among them.
-STREAM_FORMAT: Final = 1
 
 
 @dataclass(frozen=True)
@@ -56,22 +53,6 @@ class Format:
         COMMENT ON TABLE {self.table} IS {text};
     END IF;
 END $millrace$;"""
-
-
-def format_of(table: str) -> Format:
-    """Of a stream's table."""
-    return Format(table, STREAM_FORMAT)
-
-
-def check_stream_formats(connection: Connection) -> None:
-    """Raise if a stream's table on the target is of a newer release."""
-    tables = [f"{STREAM_SCHEMA}.{name}" for name in STREAM_TABLES]
-    rows = connection.execute(
-        "SELECT t, obj_description(to_regclass(t), 'pg_class') FROM unnest(%s::text[]) AS t",
-        (tables,),
-    )
-    for table, comment in rows:
-        format_of(table).parse(comment)
 
 
 def newer_format(what: str, version: int, known: int) -> WorkDirError:

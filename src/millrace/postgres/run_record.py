@@ -2,7 +2,7 @@
 
 Invariant: the record of a part, or of a step, is written in the transaction that
 does the work, by a process of the run's present epoch. Whoever finds the record
-has nothing left to do. No two runs fill one schema; the schema of the records is
+has nothing left to do. No two runs fill one schema; the tables of the records are
 dropped with the last run.
 """
 
@@ -15,9 +15,9 @@ from typing import Any
 
 import psycopg
 
-from millrace.errors import PreflightError, WorkDirError
-from millrace.postgres.catalog.schemas import RECORD_COMMENT, RECORD_SCHEMA, USER_SCHEMA
+from millrace.errors import WorkDirError
 from millrace.postgres.format import Format
+from millrace.postgres.own_schema import LOCK, drop_schemas, install_schema, is_foreign
 from millrace.postgres.quote import literal
 
 Connection = psycopg.Connection[tuple[Any, ...]]
@@ -26,14 +26,14 @@ PartKey = tuple[int, int]
 
 # Those of one run, each after what refers to it.
 _TABLES = ("copied_part", "copied_unlogged_part", "sequences_set", "done_step", "run")
+TABLES = ", ".join(f"millrace.{name}" for name in _TABLES)
 # Large objects are recorded as parts of this catalog.
 LARGE_OBJECTS_OID = 2613
 
-# 1: a run has the whole database to itself. 2: it fills schemas, and others may fill others.
-FORMAT = Format("millrace.run", 2)
+# 1: a run has the whole database to itself. 2: it fills schemas, and others may fill others. 3: the
+# schema `millrace` has tables of streams too, and is not dropped with the last run.
+FORMAT = Format("millrace.run", 3)
 INSTALL = f"""
-CREATE SCHEMA IF NOT EXISTS {RECORD_SCHEMA};
-COMMENT ON SCHEMA {RECORD_SCHEMA} IS '{RECORD_COMMENT}';
 CREATE TABLE IF NOT EXISTS millrace.run (
     run_id text PRIMARY KEY,
     epoch int NOT NULL DEFAULT 1,
@@ -67,8 +67,6 @@ CREATE TABLE IF NOT EXISTS millrace.done_step (
 );
 {FORMAT.write_sql()}
 """
-# One process at a time makes the records, adds a run or removes one.
-_LOCK = "SELECT pg_advisory_xact_lock(hashtextextended('millrace records', 0))"
 
 
 @dataclass(frozen=True)
@@ -108,9 +106,7 @@ def open_run(connection: Connection, run: RunRecord) -> int:
     left behind find it changed and stop.
     """
     with connection.transaction():
-        connection.execute(_LOCK)
-        if is_foreign(connection):
-            raise foreign_schema()
+        install_schema(connection)
         if FORMAT.read(connection) != FORMAT.version:
             connection.execute(INSTALL)
         for other in read_runs(connection):
@@ -219,40 +215,26 @@ def unlogged_parts_sql(run_id: str, table_oids: Collection[int], parts: int) -> 
     return (
         "DO $millrace$ BEGIN IF (SELECT count(*) FROM millrace.copied_unlogged_part"
         f" WHERE run_id = {literal(run_id)} AND table_oid IN ({oids})) < {parts} THEN"
-        " RAISE 'the target crashed and lost unlogged tables: go on with --resume'; END IF;"
+        " RAISE 'the target crashed and lost unlogged tables: continue with --resume'; END IF;"
         " END $millrace$;\n"
     )
 
 
 def drop_records(connection: Connection, run_id: str) -> None:
-    """Remove every trace of a run; the schema goes with the last one.
+    """Remove every trace of a run; the tables go with the last one.
 
     The target may have an event trigger by now that forbids just that: it is not meant for us.
     """
     with suppress(psycopg.errors.InsufficientPrivilege), connection.transaction():
         connection.execute("SET session_replication_role = replica")
     with connection.transaction():
-        connection.execute(_LOCK)
+        connection.execute(LOCK)
         if any(run.run_id != run_id for run in read_runs(connection)):
             for table in _TABLES:
                 connection.execute(f"DELETE FROM millrace.{table} WHERE run_id = %s", (run_id,))
         elif not is_foreign(connection):
-            connection.execute(f"DROP SCHEMA IF EXISTS {RECORD_SCHEMA} CASCADE")
-
-
-def is_foreign(connection: Connection) -> bool:
-    """Whether the database has a schema of the records' name that is somebody else's."""
-    row = connection.execute(
-        f"SELECT FROM pg_namespace n WHERE n.nspname = '{RECORD_SCHEMA}' AND {USER_SCHEMA}"
-    ).fetchone()
-    return row is not None
-
-
-def foreign_schema() -> PreflightError:
-    return PreflightError(
-        f"the target has a schema {RECORD_SCHEMA} that millrace did not make",
-        hint=f"rename it: ALTER SCHEMA {RECORD_SCHEMA} RENAME TO ...",
-    )
+            connection.execute(f"DROP TABLE IF EXISTS {TABLES}")
+            drop_schemas(connection)
 
 
 def claim_sql(run_id: str, epoch: int, table_oid: int, part: int, *, unlogged: bool) -> str:

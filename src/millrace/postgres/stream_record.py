@@ -9,28 +9,26 @@ server.
 from __future__ import annotations
 
 import logging
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import psycopg
 
-from millrace.postgres.catalog.schemas import (
-    DROP_STREAM_SCHEMA,
-    INSTALL_STREAM_SCHEMA,
-    STREAM_SCHEMA,
-    own_table_sql,
+from millrace.postgres.own_schema import (
+    STREAM_COPY,
+    check_stream_formats,
+    drop_schemas,
+    has_table,
+    install_table,
 )
-from millrace.postgres.format import check_stream_formats, format_of
 from millrace.postgres.wire.connect import translated
 
 log = logging.getLogger(__name__)
 
 Connection = psycopg.Connection[tuple[Any, ...]]
 
-TABLE = f"{STREAM_SCHEMA}.stream_copy"
-INSTALL = f"""{INSTALL_STREAM_SCHEMA}
-CREATE TABLE IF NOT EXISTS {TABLE} (
+TABLE = STREAM_COPY.label
+DEFINITION = """(
     source text,
     slot text,
     -- Of the copy; '' for rows that came by other ways.
@@ -39,9 +37,7 @@ CREATE TABLE IF NOT EXISTS {TABLE} (
     directory text NOT NULL,
     since timestamptz NOT NULL DEFAULT clock_timestamp(),
     PRIMARY KEY (source, slot)
-);
-{format_of(TABLE).write_sql()}
-"""
+)"""
 
 
 @dataclass(frozen=True)
@@ -58,8 +54,7 @@ class Follower:
 def read_followers(connection: Connection) -> list[Follower]:
     with translated("reading which streams the target has"):
         check_stream_formats(connection)
-        row = connection.execute(f"SELECT {own_table_sql('stream_copy')}").fetchone()
-        if row != (True,):
+        if not has_table(connection, STREAM_COPY):
             return []
         try:
             rows = connection.execute(
@@ -75,7 +70,7 @@ def write_follower(connection: Connection, follower: Follower) -> None:
     with translated("noting the stream on the target"):
         try:
             with connection.transaction():
-                connection.execute(INSTALL)
+                install_table(connection, STREAM_COPY, DEFINITION)
                 connection.execute(
                     f"INSERT INTO {TABLE} (source, slot, run_id, host, directory)"
                     " VALUES (%s, %s, %s, %s, %s) ON CONFLICT (source, slot) DO UPDATE SET"
@@ -90,7 +85,7 @@ def write_follower(connection: Connection, follower: Follower) -> None:
                     ),
                 )
         except psycopg.errors.InsufficientPrivilege as error:
-            log.info("the target does not say that it is followed: %s", str(error).strip())
+            log.info("the stream could not be noted on the target: %s", str(error).strip())
 
 
 def remove_follower(connection: Connection, source: str, slot: str) -> bool:
@@ -103,11 +98,5 @@ def remove_follower(connection: Connection, source: str, slot: str) -> bool:
         if row is None:
             connection.execute(f"DROP TABLE {TABLE}")
     if row is None:
-        drop_stream_schema(connection)
+        drop_schemas(connection)
     return True
-
-
-def drop_stream_schema(connection: Connection) -> None:
-    """The schema goes, if we made it and nothing is left in it."""
-    with suppress(psycopg.errors.DependentObjectsStillExist, psycopg.errors.InsufficientPrivilege):
-        connection.execute(DROP_STREAM_SCHEMA)

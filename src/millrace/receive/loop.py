@@ -148,7 +148,7 @@ def receive(
     stop: Stop | None = None,
     on_progress: Callable[[int, int], None] = lambda received_lsn, durable_lsn: None,
 ) -> ReceiveResult:
-    """Receive until the end position, or until told to stop."""
+    """Receive until the end position, or until stopped."""
     receiver = _Receiver(settings, spool, sentinel, stop or NeverStop(), on_progress)
     return receiver.run()
 
@@ -330,7 +330,7 @@ class _Receiver:
             if setup is not None and setup.start_lsn < confirmed_lsn:
                 raise slot_lost(
                     self._settings.slot,
-                    f"the stream began at {render_lsn(setup.start_lsn)} and the slot stands at "
+                    f"the stream began at {render_lsn(setup.start_lsn)} and the slot is at "
                     f"{render_lsn(confirmed_lsn)}, but the spool with the changes between is gone",
                 )
             self._spool.mark_idle(confirmed_lsn)

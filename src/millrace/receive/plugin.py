@@ -251,8 +251,8 @@ class Pgoutput:
         if known is None:
             if not self._is_for_all and not self._partitions.is_listed(relation.oid):
                 log.warning(
-                    "%s.%s is not published by itself, and no partition any more: its changes go"
-                    " by its own name",
+                    "%s.%s is not published on its own, and is no longer a partition: its changes"
+                    " are applied under its own name",
                     relation.schema,
                     relation.name,
                 )
@@ -275,7 +275,7 @@ class Pgoutput:
 
     def _why_text(self, catalog: Connection, names: tuple[str, str], *, asked: bool) -> str:
         if not asked:
-            return "it was asked for, or a type needs it"
+            return "it was requested, or a type needs it"
         if catalog.info.server_version < 140000:
             return "the source is older than PostgreSQL 14"
         for label, type_oid in _read_published_types(catalog, names):

@@ -83,8 +83,8 @@ class SpoolPlace:
 def _warn_of_memory(directory: Path) -> None:
     if is_in_memory(directory):
         log.warning(
-            "%s is in memory (tmpfs): what the source was told is on disk is lost when this machine"
-            " stops; name a directory on a disk with --dir",
+            "%s is in memory (tmpfs): changes that were confirmed to the source are lost"
+            " when this machine stops; name a directory on a disk with --dir",
             directory,
         )
 

@@ -296,7 +296,7 @@ def _joined(parts: list[Bytes]) -> Bytes:
 
 def _pruned(folder: Path, after_lsn: int, known_lsn: int) -> WorkDirError:
     return WorkDirError(
-        f"{folder} was pruned: changes after {render_lsn(after_lsn)} are asked for, "
+        f"{folder} was pruned: changes after {render_lsn(after_lsn)} are requested, "
         f"it begins after {render_lsn(known_lsn)}",
         hint="the target is behind the position that was recorded as applied: make a new clone, "
         "or restore the target to that position",

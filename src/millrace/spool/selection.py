@@ -55,7 +55,7 @@ class ChangeSpool:
         oldest = self.extent().oldest_lsn
         if after_lsn < oldest:
             raise WorkDirError(
-                f"changes after {render_lsn(after_lsn)} are asked for, but {self.place.label} was "
+                f"changes after {render_lsn(after_lsn)} are requested, but {self.place.label} was "
                 f"pruned and begins after {render_lsn(oldest)}",
                 hint="begin there, and follow with --keep-spool so that nothing is pruned",
             )
@@ -65,7 +65,7 @@ class ChangeSpool:
         complete = self.extent().complete_lsn
         if until_lsn > complete:
             raise WorkDirError(
-                f"changes until {render_lsn(until_lsn)} are asked for, but {self.place.label} has "
+                f"changes until {render_lsn(until_lsn)} are requested, but {self.place.label} has "
                 f"received them up to {render_lsn(complete)} only",
                 hint="wait for the receiver, or ask for less",
             )

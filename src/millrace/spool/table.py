@@ -24,9 +24,8 @@ import psycopg
 from millrace.config.dsn import Dsn
 from millrace.errors import InvariantError, WorkDirError
 from millrace.lsn import parse_lsn, render_lsn
-from millrace.postgres.catalog.schemas import INSTALL_STREAM_SCHEMA, own_table_sql
-from millrace.postgres.format import check_stream_formats, format_of
 from millrace.postgres.origin import TAKE_OVER_SECONDS, drop_origin
+from millrace.postgres.own_schema import RAW_MESSAGES, RAW_RELATIONS, has_table, install_table
 from millrace.postgres.pgoutput.messages import (
     FRAME_HEADER_BYTES,
     Bytes,
@@ -45,8 +44,7 @@ Connection = psycopg.Connection[tuple[Any, ...]]
 # Where a property has the name of the type.
 Raw = bytes
 
-INSTALL: Final = f"""{INSTALL_STREAM_SCHEMA}
-CREATE TABLE IF NOT EXISTS replication.raw_messages (
+_MESSAGES: Final = """(
     stream text NOT NULL,
     -- Of the transaction, in commit order.
     number bigint NOT NULL,
@@ -58,19 +56,18 @@ CREATE TABLE IF NOT EXISTS replication.raw_messages (
     -- Bytes of this and all earlier transactions, pruned ones included.
     total bigint,
     PRIMARY KEY (stream, number, block)
-);
+)"""
+_INDEX: Final = """
 CREATE UNIQUE INDEX IF NOT EXISTS raw_messages_end_lsn
-    ON replication.raw_messages (stream, end_lsn) WHERE end_lsn IS NOT NULL;
-CREATE TABLE IF NOT EXISTS replication.raw_relations (
+    ON replication.raw_messages (stream, end_lsn) WHERE end_lsn IS NOT NULL
+"""
+_RELATIONS: Final = """(
     stream text NOT NULL, number bigint NOT NULL, oid bigint NOT NULL, frame bytea NOT NULL,
     PRIMARY KEY (stream, oid, number)
-);
-{format_of("replication.raw_messages").write_sql()}
-"""
+)"""
 # What one row holds: bytea ends at 1 GB, and its reader needs it in memory.
 BLOCK_BYTES: Final = 16 * 1024 * 1024
 _PLANNED = 10_000
-_TABLES = ("raw_messages", "raw_relations")
 _SUFFIX = "_spool"
 _BEGIN, _COMMIT, _RELATION = ord("B"), ord("C"), ord("R")
 _IS_CHANGE = np.isin(np.arange(256), list(b"IUDT"))
@@ -88,9 +85,10 @@ def spooled_stream(origin: str) -> str | None:
 
 def install(connection: Connection, stream: str) -> None:
     """Make the tables and the origin, if they are not there."""
-    with translated("making the spool on the target"):
-        check_stream_formats(connection)
-        connection.execute(INSTALL)
+    with translated("making the spool on the target"), connection.transaction():
+        install_table(connection, RAW_MESSAGES, _MESSAGES)
+        connection.execute(_INDEX)
+        install_table(connection, RAW_RELATIONS, _RELATIONS)
         connection.execute(
             "SELECT pg_replication_origin_create(%(name)s) WHERE NOT EXISTS"
             " (SELECT FROM pg_replication_origin WHERE roname = %(name)s)",
@@ -101,21 +99,17 @@ def install(connection: Connection, stream: str) -> None:
 def uninstall(connection: Connection, stream: str) -> None:
     """Remove a stream's spool, and the tables if no other stream has a spool on this server."""
     with translated("removing the spool on the target"):
-        own = [name for name in _TABLES if _is_own(connection, name)]
-        for name in own:
-            connection.execute(f"DELETE FROM replication.{name} WHERE stream = %s", (stream,))
+        own = [table for table in (RAW_MESSAGES, RAW_RELATIONS) if has_table(connection, table)]
+        for table in own:
+            connection.execute(f"DELETE FROM {table.label} WHERE stream = %s", (stream,))
         drop_origin(connection, origin_name(stream))
         others = connection.execute(
             "SELECT FROM pg_replication_origin WHERE right(roname, %s) = %s",
             (len(_SUFFIX), _SUFFIX),
         ).fetchone()
         if others is None:
-            for name in own:
-                connection.execute(f"DROP TABLE IF EXISTS replication.{name}")
-
-
-def _is_own(connection: Connection, name: str) -> bool:
-    return connection.execute(f"SELECT {own_table_sql(name)}").fetchone() == (True,)
+            for table in own:
+                connection.execute(f"DROP TABLE IF EXISTS {table.label}")
 
 
 class TableSpoolWriter:
@@ -301,7 +295,7 @@ class TableSpoolWriter:
         end = int(messages.offset[at] + messages.length[at])
         frame = bytes(frames[int(messages.offset[at]) - FRAME_HEADER_BYTES : end])
         self._connection.execute(
-            "INSERT INTO replication.raw_relations (stream, number, oid, frame)"
+            "INSERT INTO millrace.raw_relations (stream, number, oid, frame)"
             " VALUES (%s, %s, %s, %b) ON CONFLICT (stream, oid, number)"
             " DO UPDATE SET frame = excluded.frame",
             (self._stream, self._number, int(messages.relation[at]), frame),
@@ -469,7 +463,7 @@ class TableSpoolReader:
         """The relations as they were known where the range begins."""
         with self._session() as connection:
             rows = connection.execute(
-                "SELECT DISTINCT ON (oid) oid, frame FROM replication.raw_relations"
+                "SELECT DISTINCT ON (oid) oid, frame FROM millrace.raw_relations"
                 " WHERE stream = %s AND number < %s ORDER BY oid, number DESC",
                 (self._stream, range_.begin),
             ).fetchall()
@@ -536,8 +530,8 @@ def prune(connection: Connection, stream: str, applied_lsn: int, *, dry_run: boo
             (stream, row[0]),
         )
         connection.execute(
-            "DELETE FROM replication.raw_relations r WHERE stream = %(stream)s"
-            " AND number <= %(number)s AND EXISTS (SELECT FROM replication.raw_relations n"
+            "DELETE FROM millrace.raw_relations r WHERE stream = %(stream)s"
+            " AND number <= %(number)s AND EXISTS (SELECT FROM millrace.raw_relations n"
             " WHERE n.stream = r.stream AND n.oid = r.oid AND n.number > r.number"
             " AND n.number <= %(number)s)",
             {"stream": stream, "number": row[0]},
@@ -552,7 +546,7 @@ def _message(frames: memoryview, messages: Messages, at: int) -> bytes:
 
 def _pruned(after_lsn: int, known_lsn: int) -> WorkDirError:
     return WorkDirError(
-        f"the spool on the target was pruned: changes after {render_lsn(after_lsn)} are asked "
-        f"for, it begins after {render_lsn(known_lsn)}",
+        f"the spool on the target was pruned: changes after {render_lsn(after_lsn)} are requested, "
+        f"it begins after {render_lsn(known_lsn)}",
         hint="the target is behind the position that was recorded as applied: make a new clone",
     )

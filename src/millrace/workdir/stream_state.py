@@ -38,7 +38,7 @@ class StreamState(StrEnum):
     # was received is applied.
     HELD = "held"
     # Nothing of it runs: it is at its end position, or at the end of the spool if that was asked
-    # for, or was told to stop.
+    # for, or was stopped.
     ENDED = "ended"
     # Nothing of it runs: an error ended it.
     FAILED = "failed"

@@ -1,4 +1,4 @@
-"""Sequence positions, set on the target as they stand on the source.
+"""Sequence positions, set on the target to the source's values.
 
 Invariant: the target's sequence gives the value the source's would give next.
 """

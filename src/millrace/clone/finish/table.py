@@ -1,7 +1,7 @@
 """What follows a table's last part: its indexes, then its constraints, then vacuum.
 
 Invariant: an index starts when its table has no unfinished part; a table's
-constraints start when all its indexes stand; vacuum comes last. Each job can be tried
+constraints start when all its indexes are built; vacuum comes last. Each step can be tried
 again as a whole; what follows it is started once, after it succeeded. Other tables
 still copy meanwhile.
 """
@@ -21,8 +21,8 @@ import psycopg
 from millrace.clone.finish.index import build_index, finish_index
 from millrace.clone.finish.session_pool import SessionPool
 from millrace.clone.finish.vacuum import vacuum_table
-from millrace.clone.job import Job
 from millrace.clone.plan import Plan
+from millrace.clone.run_state import Run
 from millrace.clone.step import Step
 from millrace.errors import InvariantError, MillraceError
 from millrace.relation import Index, Table
@@ -35,24 +35,24 @@ Connection = psycopg.Connection[tuple[Any, ...]]
 class TableFinisher:
     """Takes copied tables, builds what rests on them."""
 
-    def __init__(self, job: Job, plan: Plan) -> None:
-        self._job = job
+    def __init__(self, run: Run, plan: Plan) -> None:
+        self._run = run
         self._plan = plan
         self._lock = threading.Lock()
         self._started: set[int] = set()
         self._running: list[Future[None]] = []
-        self._vacuumed = {timing["oid"] for timing in job.store.read_timings("vacuum")}
+        self._vacuumed = {timing["oid"] for timing in run.store.read_timings("vacuum")}
         self._is_cancelled = False
         self.errors: list[MillraceError] = []
-        settings = job.settings
+        settings = run.settings
         memory = {"maintenance_work_mem": settings.maintenance_work_mem}
         # As pg_restore does: an index without a tablespace is in the database's.
         places = {} if settings.schema.no_tablespaces else {"default_tablespace": ""}
         self._index_pool = SessionPool(
-            settings.target, job.role("index"), settings.index_jobs, **memory, **places
+            settings.target, run.role("index"), settings.index_jobs, **memory, **places
         )
         self._vacuum_pool = SessionPool(
-            settings.target, job.role("vacuum"), settings.table_jobs, **memory
+            settings.target, run.role("vacuum"), settings.table_jobs, **memory
         )
         # As many tables at once as keep every session busy; those that wait for vacuum are apart,
         # so that they keep no session from building indexes.
@@ -63,7 +63,7 @@ class TableFinisher:
         """Start what follows; saying it twice does no harm."""
         if table_oid not in self._started:
             self._started.add(table_oid)
-            self._job.progress.tables_done += 1
+            self._run.progress.tables_done += 1
             self._start(self._build_threads, self._build, self._plan.tables[table_oid])
 
     def wait(self, seconds: float) -> bool:
@@ -87,9 +87,9 @@ class TableFinisher:
         self, threads: ThreadPoolExecutor, work: Callable[[Table], None], table: Table
     ) -> None:
         with self._lock:
-            self._running.append(threads.submit(self._run, work, table))
+            self._running.append(threads.submit(self._try, work, table))
 
-    def _run(self, work: Callable[[Table], None], table: Table) -> None:
+    def _try(self, work: Callable[[Table], None], table: Table) -> None:
         try:
             work(table)
         except Exception as error:
@@ -97,7 +97,7 @@ class TableFinisher:
 
     def _build(self, table: Table) -> None:
         """Everything that follows the rows of one table."""
-        settings, indexes = self._job.settings, self._plan.indexes.get(table.oid, ())
+        settings, indexes = self._run.settings, self._plan.indexes.get(table.oid, ())
         if Step.INDEXES in settings.steps and not self._build_indexes(indexes, table):
             return
         if Step.CONSTRAINTS in settings.steps and indexes:
@@ -123,13 +123,13 @@ class TableFinisher:
 
     def _build_index(self, index: Index, table: Table, connection: Connection) -> None:
         began = time.monotonic()
-        tablespaces = not self._job.settings.schema.no_tablespaces
+        tablespaces = not self._run.settings.schema.no_tablespaces
         build_index(connection, index, table, tablespaces=tablespaces)
         label = f"{index.schema}.{index.name}"
         seconds = time.monotonic() - began
-        self._job.store.write_timing("index", label, seconds, oid=index.oid, size=index.bytes)
+        self._run.store.write_timing("index", label, seconds, oid=index.oid, size=index.bytes)
         with self._lock:
-            self._job.progress.indexes_done += 1
+            self._run.progress.indexes_done += 1
         log.debug("built index %s in %.2f s", label, seconds)
 
     def _add_constraints(self, table: Table, connection: Connection) -> None:
@@ -137,13 +137,13 @@ class TableFinisher:
         for index in self._plan.indexes[table.oid]:
             finish_index(connection, index, table)
         seconds = time.monotonic() - began
-        self._job.store.write_timing("constraint", table.label, seconds, oid=table.oid)
+        self._run.store.write_timing("constraint", table.label, seconds, oid=table.oid)
 
     def _vacuum(self, table: Table) -> None:
         began = time.monotonic()
         self._vacuum_pool.submit(lambda connection: vacuum_table(connection, table)).result()
         seconds = time.monotonic() - began
-        self._job.store.write_timing("vacuum", table.label, seconds, oid=table.oid)
+        self._run.store.write_timing("vacuum", table.label, seconds, oid=table.oid)
 
     def _note(self, error: BaseException) -> None:
         if self._is_cancelled:

@@ -14,9 +14,9 @@ from typing import Any
 
 import psycopg
 
-from millrace.clone.job import Job
 from millrace.clone.kept_view import decode_plain, encode_plain
 from millrace.clone.plan import Plan, by_table
+from millrace.clone.run_state import Run
 from millrace.clone.schema.entries import RestoreLists, SchemaSettings
 from millrace.errors import InvariantError, ServerError
 from millrace.name import Naming
@@ -53,16 +53,16 @@ _NO_TIMEOUT = b"SET lock_timeout = 0;"
 _TIMEOUT = f"SET lock_timeout = '{LOCK_SECONDS}s';".encode()
 
 
-def create_schemas(job: Job, catalog: SourceCatalog) -> None:
+def create_schemas(run: Run, catalog: SourceCatalog) -> None:
     """Make the schemas that have another name on the target, as the source's text expects them:
     `public` is not created by a dump, and its usual grants are not in it."""
-    naming = job.settings.naming
+    naming = run.settings.naming
     renamed = [name for name in catalog.schemas.values() if name in naming.renamed_schemas]
     if not renamed:
         return
-    with connect(job.settings.source, job.role("schema")) as source:
+    with connect(run.settings.source, run.role("schema")) as source:
         public_grants = "USAGE" if source.info.server_version >= 150000 else "USAGE, CREATE"
-    with connect(job.settings.target, job.role("schema")) as target:
+    with connect(run.settings.target, run.role("schema")) as target:
         for name in renamed:
             new = naming.schema(name)
             with translated(f"creating schema {new}"), target.transaction():
@@ -71,7 +71,7 @@ def create_schemas(job: Job, catalog: SourceCatalog) -> None:
                     continue
                 target.execute(f"CREATE SCHEMA {ident(new)}")
                 if name == "public":
-                    _make_public(target, new, public_grants, job.settings.schema)
+                    _make_public(target, new, public_grants, run.settings.schema)
 
 
 def _make_public(target: Connection, name: str, grants: str, settings: SchemaSettings) -> None:
@@ -88,13 +88,13 @@ def _make_public(target: Connection, name: str, grants: str, settings: SchemaSet
         target.execute(f"ALTER SCHEMA {ident(name)} OWNER TO {ident(row[0])}")
 
 
-def map_function_settings(job: Job, catalog: SourceCatalog) -> None:
+def map_function_settings(run: Run, catalog: SourceCatalog) -> None:
     """Give functions with a search path of their own one of the target's names: once in a run."""
-    naming, step = job.settings.naming, "search paths of functions"
-    if naming.is_identity or step in job.done:
+    naming, step = run.settings.naming, "search paths of functions"
+    if naming.is_identity or step in run.done:
         return
     with (
-        connect(job.settings.target, job.role("schema")) as target,
+        connect(run.settings.target, run.role("schema")) as target,
         translated("reading the settings of functions on the target"),
     ):
         rows = target.execute(
@@ -108,33 +108,33 @@ def map_function_settings(job: Job, catalog: SourceCatalog) -> None:
         for routine, setting in rows
         if naming.setting(setting) != setting
     ]
-    fence, done = fenced_step_sql(job.run_id, job.epoch, step)
+    fence, done = fenced_step_sql(run.run_id, run.epoch, step)
     run_script(
-        job.settings.target,
+        run.settings.target,
         "".join(statements).encode(),
         "setting the search paths of functions",
-        role=job.role("schema"),
+        role=run.role("schema"),
         before=fence,
         after=done,
     )
-    job.done.add(step)
+    run.done.add(step)
 
 
-def run_mapped(job: Job, script: bytes, what: str, *, before: str, after: str) -> None:
+def run_mapped(run: Run, script: bytes, what: str, *, before: str, after: str) -> None:
     """Run a script of the source on the target, under the names of the source."""
-    naming = job.settings.naming
+    naming = run.settings.naming
     if not naming.is_identity:
         script = script.replace(_NO_TIMEOUT, _TIMEOUT, 1)
-    before += rename_in_sql(naming, job.extension_homes)
-    after = rename_back_sql(naming, job.extension_homes) + after
+    before += rename_in_sql(naming, run.extension_homes)
+    after = rename_back_sql(naming, run.extension_homes) + after
 
     def attempt() -> None:
         try:
             run_script(
-                job.settings.target,
+                run.settings.target,
                 script,
                 what,
-                role=job.role("schema"),
+                role=run.role("schema"),
                 before=before,
                 after=after,
             )
@@ -153,19 +153,19 @@ def _log_retry(error: BaseException, pause: float) -> None:
     log.warning("%s; another session may hold a lock; trying again in %.1f s", error, pause)
 
 
-def to_target(job: Job, plan: Plan, archive: Archive, lists: RestoreLists) -> Plan:
+def to_target(run: Run, plan: Plan, archive: Archive, lists: RestoreLists) -> Plan:
     """The plan with the target's names; tables keep the source's, and know their new ones.
 
     The indexes are printed once in a run, before the first row is copied.
     """
-    naming = job.settings.naming
+    naming = run.settings.naming
     if naming.is_identity:
         return plan
     catalog = plan.catalog
-    kept = job.store.read_kept(_KEPT)
+    kept = run.store.read_kept(_KEPT)
     if kept is None:
-        indexes = _print_indexes(job, catalog, archive, lists)
-        job.store.write_kept(_KEPT, encode_plain(SourceCatalog(indexes=indexes)))
+        indexes = _print_indexes(run, catalog, archive, lists)
+        run.store.write_kept(_KEPT, encode_plain(SourceCatalog(indexes=indexes)))
     else:
         indexes = decode_plain(SourceCatalog, kept).indexes
     mapped = _with_names(replace(catalog, indexes=indexes), naming)
@@ -204,16 +204,16 @@ def _renamed_table(table: Table, naming: Naming) -> Table:
 
 
 def _print_indexes(
-    job: Job, catalog: SourceCatalog, archive: Archive, lists: RestoreLists
+    run: Run, catalog: SourceCatalog, archive: Archive, lists: RestoreLists
 ) -> tuple[Index, ...]:
     """The indexes as the target prints them, with the source's OIDs and sizes."""
-    naming = job.settings.naming
+    naming = run.settings.naming
     entries = [one for one in lists.built_by_us if one.description != "FK CONSTRAINT"]
     printed: dict[tuple[str, str], Index] = {}
     for at in range(0, len(entries), INDEXES_IN_ONE_TRANSACTION):
         piece = entries[at : at + INDEXES_IN_ONE_TRANSACTION]
         number = at // INDEXES_IN_ONE_TRANSACTION + 1
-        for index in _print_piece(job, archive, piece, f"indexes-{number}"):
+        for index in _print_piece(run, archive, piece, f"indexes-{number}"):
             printed[index.schema, index.name] = index
     found = []
     for index in catalog.indexes:
@@ -232,20 +232,20 @@ def _print_indexes(
     return tuple(found)
 
 
-def _print_piece(job: Job, archive: Archive, entries: list[Entry], name: str) -> list[Index]:
-    naming, settings = job.settings.naming, job.settings
+def _print_piece(run: Run, archive: Archive, entries: list[Entry], name: str) -> list[Index]:
+    naming, settings = run.settings.naming, run.settings
     script = archive.script(entries, name, settings.schema.restore_options())
 
     def attempt() -> list[Index]:
         with (
-            connect(settings.target, job.role("schema")) as target,
+            connect(settings.target, run.role("schema")) as target,
             translated("printing indexes on the target"),
             target.transaction(force_rollback=True),
         ):
-            before = rename_in_sql(naming, job.extension_homes)
+            before = rename_in_sql(naming, run.extension_homes)
             text = plain_script(script, target.info.server_version)
             target.execute(before.encode() + text.replace(_NO_TIMEOUT, _TIMEOUT, 1))
-            target.execute(rename_back_sql(naming, job.extension_homes).encode())
+            target.execute(rename_back_sql(naming, run.extension_homes).encode())
             target.execute("SET LOCAL search_path = pg_catalog")
             return read_indexes(target)
 

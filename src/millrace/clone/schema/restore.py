@@ -16,8 +16,8 @@ from pathlib import Path
 from millrace import failpoint
 from millrace.clone.finish.constraint import add_foreign_key, run_disjoint
 from millrace.clone.finish.session_pool import SessionPool
-from millrace.clone.job import Job
 from millrace.clone.plan import Plan
+from millrace.clone.run_state import Run
 from millrace.clone.schema.database import read_schema_names, set_schema_owners
 from millrace.clone.schema.entries import RestoreLists, chunks, plan_restore
 from millrace.clone.schema.mapping import run_mapped
@@ -48,77 +48,77 @@ def archive_path(directory: Path) -> Path:
     return directory / "schema" / "schema.dump"
 
 
-def open_archive(job: Job, snapshot: str | None) -> Archive:
+def open_archive(run: Run, snapshot: str | None) -> Archive:
     """The dumped schema: the file from before if the run goes on, else a new one."""
-    path = archive_path(job.settings.directory)
+    path = archive_path(run.settings.directory)
     if path.exists():
-        return Archive(path, job.tools)
-    role = job.role("schema")
-    archive = dump_schema(job.tools, job.settings.source, snapshot, path, role=role)
+        return Archive(path, run.tools)
+    role = run.role("schema")
+    archive = dump_schema(run.tools, run.settings.source, snapshot, path, role=role)
     failpoint.hit("schema.dumped")
     return archive
 
 
 def plan_lists(
-    job: Job, archive: Archive, catalog: SourceCatalog, decision: Decision
+    run: Run, archive: Archive, catalog: SourceCatalog, decision: Decision
 ) -> RestoreLists:
     """What is restored when; the same for every process of a run."""
     pre_data, post_data = archive.entries("pre-data"), archive.entries("post-data")
-    if not job.settings.filters.is_empty:
+    if not run.settings.filters.is_empty:
         depends = read_entry_depends(archive)
         pre_data = filter_entries(pre_data, decision, depends)
         post_data = filter_entries(post_data, decision, depends)
-    if job.replaces:
-        pre_data = [one for one in pre_data if not _is_used_extension(job, one, catalog)]
+    if run.replaces:
+        pre_data = [one for one in pre_data if not _is_used_extension(run, one, catalog)]
     return plan_restore(
         pre_data,
         post_data,
         catalog,
-        job.settings.schema,
-        existing_schema_oids=job.store.read_existing_schemas(),
+        run.settings.schema,
+        existing_schema_oids=run.store.read_existing_schemas(),
     )
 
 
-def _is_used_extension(job: Job, entry: Entry, catalog: SourceCatalog) -> bool:
+def _is_used_extension(run: Run, entry: Entry, catalog: SourceCatalog) -> bool:
     """Whether others use an extension, which must not be dropped and made again."""
     if entry.description != "EXTENSION":
         return False
-    used = json.loads(job.store.read_kept(_USED_EXTENSIONS) or "[]")
+    used = json.loads(run.store.read_kept(_USED_EXTENSIONS) or "[]")
     return any(one.oid == entry.object_oid and one.name in used for one in catalog.extensions)
 
 
-def note_existing(job: Job, catalog: SourceCatalog) -> None:
+def note_existing(run: Run, catalog: SourceCatalog) -> None:
     """Remember which schemas the target has before we make any, and which extensions stay."""
-    naming = job.settings.naming
-    with connect(job.settings.target, job.role("schema")) as target:
+    naming = run.settings.naming
+    with connect(run.settings.target, run.role("schema")) as target:
         names = read_schema_names(target)
         used = read_used_extensions(
             target, [naming.schema(one) for one in catalog.schemas.values()]
         )
-    job.store.write_kept(_USED_EXTENSIONS, json.dumps(sorted(used)))
+    run.store.write_kept(_USED_EXTENSIONS, json.dumps(sorted(used)))
     # Those with another name on the target are made by us (`mapping.create_schemas`).
-    job.store.write_existing_schemas(
+    run.store.write_existing_schemas(
         oid
         for oid, name in catalog.schemas.items()
         if name in naming.renamed_schemas or name in names
     )
 
 
-def own_schemas(job: Job, lists: RestoreLists, catalog: SourceCatalog) -> None:
+def own_schemas(run: Run, lists: RestoreLists, catalog: SourceCatalog) -> None:
     """Set the owners of the schemas that the target had before."""
     existing = {entry.object_oid for entry in lists.existing}
     owners = {
-        job.settings.naming.schema(catalog.schemas[oid]): owner
+        run.settings.naming.schema(catalog.schemas[oid]): owner
         for oid, owner in catalog.schema_owners.items()
         if oid in existing
     }
-    if owners and not job.settings.schema.no_owner:
-        with connect(job.settings.target, job.role("schema")) as target:
+    if owners and not run.settings.schema.no_owner:
+        with connect(run.settings.target, run.role("schema")) as target:
             set_schema_owners(target, owners)
 
 
 def restore(
-    job: Job,
+    run: Run,
     archive: Archive,
     entries: list[Entry],
     name: str,
@@ -133,13 +133,13 @@ def restore(
     names = {extension.oid: extension.name for extension in extensions}
     # Filling views changes no schema, and may take hours.
     alone = "" if name == "refresh" else ALONE
-    options = job.settings.schema.restore_options()
-    if job.replaces:
+    options = run.settings.schema.restore_options()
+    if run.replaces:
         options += ["--clean", "--if-exists"]
     for number, (step, piece) in enumerate(_pieces(entries, name), start=1):
-        if step in job.done:
+        if step in run.done:
             continue
-        fence, done = record.fenced_step_sql(job.run_id, job.epoch, step)
+        fence, done = record.fenced_step_sql(run.run_id, run.epoch, step)
         failpoint.hit(f"{name}.begin")
         created = [
             names[entry.object_oid]
@@ -148,18 +148,18 @@ def restore(
         ]
         script = archive.script(piece, f"{name}-{number}", options)
         run_mapped(
-            job,
-            pin_versions(script, created, job.settings.requirements),
+            run,
+            pin_versions(script, created, run.settings.requirements),
             f"restoring {name}",
             before=_OWN_CURRENCY + alone + fence + check,
             after=done,
         )
-        job.done.add(step)
+        run.done.add(step)
         failpoint.hit(f"{name}.done")
 
 
 def can_refresh(
-    job: Job,
+    run: Run,
     lists: RestoreLists,
     plan: Plan,
     recorded: Collection[record.PartKey],
@@ -170,17 +170,17 @@ def can_refresh(
     a part of which they may rest on. It is in a run that `was_finished`, whose records are gone."""
     planned = {(part.table_oid, part.number) for part in plan.every_part}
     return planned <= set(recorded) and (
-        was_finished or all(step in job.done for step, _ in _pieces(lists.after, "post-data"))
+        was_finished or all(step in run.done for step, _ in _pieces(lists.after, "post-data"))
     )
 
 
-def refresh(job: Job, archive: Archive, lists: RestoreLists, plan: Plan) -> None:
+def refresh(run: Run, archive: Archive, lists: RestoreLists, plan: Plan) -> None:
     """Fill the materialized views: once in a run, and not while a crash of the target has emptied
     tables that they are made of."""
     unlogged = {table.oid for table in plan.catalog.tables if table.is_unlogged}
     parts = sum(len(plan.parts[oid]) for oid in unlogged)
-    check = record.unlogged_parts_sql(job.run_id, unlogged, parts) if unlogged else ""
-    restore(job, archive, lists.refresh, "refresh", check=check)
+    check = record.unlogged_parts_sql(run.run_id, unlogged, parts) if unlogged else ""
+    restore(run, archive, lists.refresh, "refresh", check=check)
 
 
 def _pieces(entries: list[Entry], name: str) -> list[tuple[str, list[Entry]]]:
@@ -189,35 +189,35 @@ def _pieces(entries: list[Entry], name: str) -> list[tuple[str, list[Entry]]]:
     return [(f"{name} {at}/{len(pieces)}", piece) for at, piece in enumerate(pieces, start=1)]
 
 
-def empty_shared_tables(job: Job, plan: Plan) -> None:
+def empty_shared_tables(run: Run, plan: Plan) -> None:
     """Empty the tables that several tasks fill: once in a run."""
     step = "empty shared tables"
     tables = plan.shared_tables()
-    if step in job.done or not tables:
+    if step in run.done or not tables:
         return
-    fence, done = record.fenced_step_sql(job.run_id, job.epoch, step)
+    fence, done = record.fenced_step_sql(run.run_id, run.epoch, step)
     failpoint.hit("shared-tables.begin")
     statements = "".join(
-        f"{empty_sql(table, is_guarded=table.oid in job.guarded)};\n" for table in tables
+        f"{empty_sql(table, is_guarded=table.oid in run.guarded)};\n" for table in tables
     )
     run_script(
-        job.settings.target,
+        run.settings.target,
         statements.encode(),
         "emptying tables on the target",
-        role=job.role("schema"),
+        role=run.role("schema"),
         before=fence,
         after=done,
     )
-    job.done.add(step)
+    run.done.add(step)
     failpoint.hit("shared-tables.done")
 
 
-def add_foreign_keys(job: Job, catalog: SourceCatalog) -> None:
+def add_foreign_keys(run: Run, catalog: SourceCatalog) -> None:
     """All foreign keys, at once where they can't meet."""
-    settings = job.settings
+    settings = run.settings
     pool = SessionPool(
         settings.target,
-        job.role("constraint"),
+        run.role("constraint"),
         settings.restore_jobs,
         maintenance_work_mem=settings.maintenance_work_mem,
     )
@@ -228,7 +228,7 @@ def add_foreign_keys(job: Job, catalog: SourceCatalog) -> None:
         pool.submit(lambda connection: add_foreign_key(connection, key)).result()
         failpoint.hit("foreign-key.done")
         label = f"{key.schema}.{key.table} {key.name}"
-        job.store.write_timing("foreign key", label, time.monotonic() - began, oid=key.oid)
+        run.store.write_timing("foreign key", label, time.monotonic() - began, oid=key.oid)
 
     try:
         run_disjoint(
@@ -240,12 +240,12 @@ def add_foreign_keys(job: Job, catalog: SourceCatalog) -> None:
     pool.close()
 
 
-def create_extensions(job: Job, catalog: SourceCatalog) -> None:
+def create_extensions(run: Run, catalog: SourceCatalog) -> None:
     """The source's extensions, by themselves."""
-    with connect(job.settings.target, job.role("extensions")) as target:
+    with connect(run.settings.target, run.role("extensions")) as target:
         for extension in catalog.extensions:
             name, schema = ident(extension.name), ident(extension.schema)
-            version = job.settings.requirements.get(extension.name)
+            version = run.settings.requirements.get(extension.name)
             pin = f" VERSION {literal(version)}" if version else ""
             with translated(f"creating extension {extension.name}"):
                 if not extension.schema.startswith("pg_"):

@@ -54,7 +54,7 @@ def require_synced(unsynced: Sequence[UnsyncedTable], endpos: int) -> None:
     told = "; ".join(f"{one.label}: {one.reason}" for one in unsynced[:5])
     more = f"; and {len(unsynced) - 5} more" if len(unsynced) > 5 else ""
     raise MismatchError(
-        f"up to {render_lsn(endpos)} everything is applied but to these tables: {told}{more}",
+        f"everything up to {render_lsn(endpos)} is applied, except to these tables: {told}{more}",
         hint="choose a later end position (`millrace stream sentinel set endpos --current`, or "
         "--none) and follow again: the copies are made first",
         tables=[one.label for one in unsynced],

@@ -35,7 +35,7 @@ from millrace.workdir.sync_request import (
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.2
-REASON = "`stream resync` asked for it"
+REASON = "requested by `stream resync`"
 
 
 def queue_tables(settings: FollowSettings, tables: Collection[TableName]) -> list[SyncRequest]:

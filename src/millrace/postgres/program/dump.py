@@ -25,7 +25,7 @@ from millrace import failpoint
 from millrace.config.dsn import Dsn
 from millrace.errors import ServerError
 from millrace.log import redact
-from millrace.postgres.catalog.schemas import RECORD_SCHEMA
+from millrace.postgres.catalog.schemas import OWN_SCHEMA
 from millrace.postgres.program.binaries import Installation
 from millrace.postgres.program.process import run_program
 from millrace.postgres.wire.connect import APPLICATION, connect, translated
@@ -147,7 +147,7 @@ def dump_schema(
         "--section=post-data",
         "--no-blobs",
         # Somebody else's of that name was refused, or is left out.
-        f"--exclude-schema={RECORD_SCHEMA}",
+        f"--exclude-schema={OWN_SCHEMA}",
         f"--file={draft}",
         f"--dbname={source.public_conninfo()}",
     ]
@@ -224,7 +224,7 @@ def _warn(process: subprocess.CompletedProcess[str]) -> None:
 def _first_error(stderr: str) -> str:
     """The first line that says ERROR or FATAL with what follows it, or the first line at all."""
     log.debug("the program wrote: %s", stderr)
-    lines = stderr.strip().splitlines() or ["it failed without a word"]
+    lines = stderr.strip().splitlines() or ["it failed without a message"]
     for at, line in enumerate(lines):
         if re.search(r"\b(ERROR|FATAL|error|fatal):", line):
             details = [

@@ -53,8 +53,8 @@ def slot_moved(slot: str, confirmed_lsn: int, complete_lsn: int) -> SlotLost:
     """The slot is beyond what was received."""
     return slot_lost(
         slot,
-        f"it stands at {render_lsn(confirmed_lsn)}, but the spool ends at "
-        f"{render_lsn(complete_lsn)}: somebody else has read it",
+        f"it is at {render_lsn(confirmed_lsn)}, but the spool ends at "
+        f"{render_lsn(complete_lsn)}: another client has read it",
     )
 
 

@@ -1,4 +1,7 @@
-"""`python -m millrace` is the same program as `millrace`."""
+"""`python -m millrace`.
+
+Invariant: it is the same program as `millrace`, with the same exit codes.
+"""
 
 from millrace.cli.main import main
 

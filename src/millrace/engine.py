@@ -1,4 +1,8 @@
-"""What runs task bodies elsewhere: declared here, implemented by `millrace.spark`."""
+"""What runs task bodies elsewhere: declared here, implemented by `millrace.spark`.
+
+Invariant: a task body may run twice, or beside its own retry; so nothing may depend on it running
+once.
+"""
 
 from __future__ import annotations
 

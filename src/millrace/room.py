@@ -1,4 +1,4 @@
-"""A disk that is full, or fails, in our words: which one, how much is free, how much is needed.
+"""Errors of a disk that is full or fails: which one, how much is free, how much is needed.
 
 Invariant: every write below a work directory goes through `writing`, so that whatever its disk
 says ends the run as a WorkDirError, never as a crash and never without a word.

@@ -1,4 +1,4 @@
-"""Work into the target.
+"""Prepared changes, written into the target.
 
 Invariant: rows and position commit in one transaction; a change that finds no row, or a row in
 its way, is never passed over silently.

@@ -1,4 +1,4 @@
-"""Keeping the target up with the spool: the driver's side of apply.
+"""The driver's side of apply: ranges of the spool become tasks.
 
 Invariant: a worker asks for the next task only after the last one has told where it left the
 stream; what the target says is the truth, what is noted here is for people.

@@ -1,4 +1,4 @@
-"""Relations of one name as one table: whose columns in which order, and what tells rows apart.
+"""Relations of one name as one table: its columns in order, and the key that identifies rows.
 
 Invariant: relations share a layout only if a row of any of them can be told from the rows of all
 the others by the layout's key; so their changes can be folded together.

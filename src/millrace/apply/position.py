@@ -1,4 +1,4 @@
-"""How far apply has come: kept on the target, advanced by the transaction that applies.
+"""The position of apply: kept on the target, advanced by the transaction that applies.
 
 Invariant: the position is the end of the last source transaction whose changes are committed on
 the target, and only one session can advance it at a time.

@@ -1,4 +1,4 @@
-"""How far a table has come that catches up by itself.
+"""The position of a table that catches up on its own.
 
 Invariant: its position is advanced by the transaction that applies its changes, as long as no other
 copy of the table has begun; it is a stream of one table, with a position of its own.

@@ -1,4 +1,4 @@
-"""Where single tables of a stream stand: rows on the target, changed by whoever changes the table.
+"""The state of single tables of a stream: rows on the target, changed together with the table.
 
 Invariant: a state commits together with the rows that it speaks of, and while no batch of the
 table's worker is open; so a batch is applied under one set of states, from its begin to its commit.

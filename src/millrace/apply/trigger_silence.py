@@ -1,4 +1,4 @@
-"""Triggers and rules of the target that would fire for applied changes: silent meanwhile.
+"""Triggers and rules of the target that would fire for applied changes: disabled meanwhile.
 
 Invariant: a change is applied with no trigger and no rule of its table awake, but for those that
 are meant to see it; after the transaction that applies, each is as it was, however that ended.

@@ -1,4 +1,8 @@
-"""`millrace clone`."""
+"""`millrace clone`.
+
+Invariant: results go to stdout, progress and log to stderr; what a stream would refuse later is
+refused before the first row is copied.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +29,7 @@ def clone(asked: CommandOptions) -> None:
     """Copy a whole database under one snapshot.
 
     Schema, rows, indexes, constraints, sequences, large objects: everything the source
-    database holds at one instant, while it goes on being written to. The target database must
+    database holds at one instant, while it stays in use. The target database must
     exist and be empty.
 
     Tables are copied by Spark tasks, --table-jobs at once, the largest first. Indexes of a
@@ -33,7 +37,7 @@ def clone(asked: CommandOptions) -> None:
     several parts at once.
 
     With --all-databases every database of the source's server is copied; the two URIs name any
-    database one can connect to, and each has its work directory in --dir.
+    database that accepts connections, and each has its work directory in --dir.
 
     With --follow the copy is the beginning: changes since its snapshot are received while it
     runs, and applied after it, until the end position.
@@ -95,8 +99,8 @@ def run_and_tell(asked: CommandOptions, settings: CloneSettings) -> None:
 
 
 def _check_stream(settings: CloneSettings) -> None:
-    """A copy under the snapshot of a slot is to be followed: what would hinder that is told soon,
-    and not after hours of copying."""
+    """A copy under the snapshot of a slot is to be followed: what would prevent that is reported
+    now, and not after hours of copying."""
     held = read_held(settings.directory)
     if held is not None and held.slot is not None:
         # Numba takes half a second: only those who need it wait for it.

@@ -1,4 +1,8 @@
-"""`millrace clone --all-databases`."""
+"""`millrace clone --all-databases`.
+
+Invariant: a database whose clone is finished is not touched again by `--resume`; the first that
+fails ends the command.
+"""
 
 from __future__ import annotations
 

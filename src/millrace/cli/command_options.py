@@ -1,4 +1,4 @@
-"""What is asked of a clone on the command line, of the whole or of a single step.
+"""The options of a clone on the command line, whole or of a single step.
 
 Invariant: an option has one name, one variable, one default and one meaning in all commands
 that take it.

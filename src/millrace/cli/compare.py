@@ -1,4 +1,7 @@
-"""`millrace compare ...`: are both sides equal?"""
+"""`millrace compare ...`: are both sides equal?
+
+Invariant: exit code 0 means that nothing that was compared differs; a difference is exit code 9.
+"""
 
 from __future__ import annotations
 
@@ -67,9 +70,9 @@ def schema(
 ) -> None:
     """Compare every object of both databases by its properties.
 
-    What a dump and restore between two versions changes in words alone is no difference. What
-    --filters leaves out is not looked at on either side: a filtered clone is equal under the
-    filters of its clone. Exit code 9 if an object differs.
+    Definitions that a dump and restore between two versions only rewords are equal. What --filters
+    leaves out is ignored on both sides: a filtered clone is equal under the filters of its clone.
+    Exit code 9 if an object differs.
     """
     setup_logging(verbose=verbose, quiet=quiet)
     leave_out = (
@@ -129,7 +132,7 @@ def data(
     """Count and checksum every table on both sides, inside the servers.
 
     Tables that differ are listed; all of them with --verbose or --json. Under the --filters of a
-    clone, tables and columns that it left out are not looked at, and rows that it left out must
+    clone, tables and columns that it left out are ignored, and rows that it left out must
     not be on the target. Exit code 9 if a table differs.
     """
     setup_logging(verbose=verbose, quiet=quiet)

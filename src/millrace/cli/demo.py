@@ -61,7 +61,7 @@ def demo(
 ) -> None:
     """Move a busy shop database from PostgreSQL 16 to 18 and prove both sides equal.
 
-    Starts two throw-away servers, fills the source, lets writers loose on it, clones it under one
+    Starts two throw-away servers, fills the source, starts writers on it, clones it under one
     snapshot, applies what the writers change meanwhile, then stops them, cuts over and compares
     every table. Needs no PostgreSQL, no Docker and no root.
     """

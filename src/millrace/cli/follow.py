@@ -1,4 +1,7 @@
-"""`millrace follow`, `millrace cutover`, and the last step of a stream by itself."""
+"""`millrace follow`, `millrace cutover`, and the last step of a stream on its own.
+
+Invariant: an end at which tables are not proved to be equal is exit code 9, after it is printed.
+"""
 
 from __future__ import annotations
 
@@ -45,17 +48,17 @@ _CUTOVER_OPTIONS = (*_ENDS, "compare_jobs", "rows")
 def follow(asked: CommandOptions) -> None:
     """Apply every change of the source since the snapshot, until the end position.
 
-    Goes on with the stream of the work directory, which `millrace clone --follow`, `millrace
+    Continues the stream of the work directory, which `millrace clone --follow`, `millrace
     snapshot --follow` or `millrace stream setup` began. Changes are received into a spool in that
     directory and applied from it. Stop it with Ctrl-C and start it again as often as you like:
     nothing is lost and nothing applied twice.
 
     Steer it from another terminal with `millrace stream sentinel`; end it with `millrace
-    cutover`. At the end position the target's sequences are set as they are on the source.
+    cutover`. At the end position the target's sequences are set to the source's values.
 
     Exit codes: 2 wrong option, 4 work directory, 5 a server failed or the slot is lost, 7 a change
     could not be applied, 9 the target is past the end position, or tables are not proved to be
-    equal, because not all that was done to them is followed.
+    equal, because not all of their changes are followed.
     """
     # Numba takes half a second: only those who need it wait for it.
     from millrace.follow.stream import follow as run
@@ -70,7 +73,7 @@ def apply(asked: CommandOptions) -> None:
     """Apply the spool as it grows, until the end position.
 
     `millrace stream receive` fills the spool, in a process of its own. Without an end position it
-    goes on until it is stopped. The source need not be reachable, but for an end position and for
+    runs until it is stopped. The source must be reachable only for an end position and for
     `--filters`.
     """
     _apply(asked, waits=True)
@@ -81,7 +84,7 @@ def catchup(asked: CommandOptions) -> None:
     """Apply what is in the spool now, then end.
 
     With an end position it is an error if the spool does not reach it. Sequences are set only at
-    an end position. The source need not be reachable, but for an end position and for `--filters`.
+    an end position. The source must be reachable only for an end position and for `--filters`.
     """
     _apply(asked, waits=False)
 
@@ -100,10 +103,10 @@ def cutover(asked: CommandOptions) -> None:
     """End the stream at the source's current position, and prove that both sides are equal.
 
     Stop the writers of the source first. Sets the end position, waits until a running `follow`
-    has applied everything up to it (or follows by itself), sets the target's sequences, compares
-    every table, and refreshes materialized views. Exit code 9, and no success, while a table
-    differs: somebody still writes, or something is wrong. Then the end position is taken back, so
-    that `millrace follow` goes on. Run it again as often as you like.
+    has applied everything up to it (or applies it itself), sets the target's sequences, compares
+    every table, and refreshes materialized views. Exit code 9 if a table
+    differs: something still writes to the source, or is wrong. Then the end position is removed, so
+    that `millrace follow` continues. Run it again as often as you like.
 
     Afterwards point the applications to the target, and remove slot, publications and
     position with `millrace stream cleanup`.

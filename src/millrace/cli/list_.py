@@ -1,4 +1,7 @@
-"""`millrace list ...`: what the source holds and how it would be cut."""
+"""`millrace list ...`: what the source holds and how it would be split.
+
+Invariant: it only reads, with the code that a clone plans with.
+"""
 
 from __future__ import annotations
 
@@ -49,8 +52,8 @@ Columns = dict[str, Callable[[Row], object]]
 def databases(source: options.Source = "", as_json: options.AsJson = False) -> None:
     """Databases of the source's server, the largest first.
 
-    All that one can connect to, whichever database --source names. No size is shown of those
-    that the role may not look into.
+    All that accept connections, whichever database --source names. Sizes are shown of those that
+    the role may connect to.
     """
     with _reading(source) as connection, translated("reading the server's databases"):
         found = inventory.read_databases(connection)
@@ -77,7 +80,7 @@ def extensions(
     ] = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """Extensions of the source; with --target, what of them the target's server has to offer."""
+    """Extensions of the source; with --target, the versions that the target's server offers."""
     with _reading(source) as connection:
         rows = [asdict(one) for one in listing.list_extensions(connection)]
     if requirements:
@@ -105,8 +108,8 @@ def extensions(
 def collations(source: options.Source = "", as_json: options.AsJson = False) -> None:
     """Collations that the source database uses or defines.
 
-    Its own first, which all columns have that name no other. If a collation has another version
-    on the target's system, text may sort in another order there.
+    The database's own first, which is the default of every column. If a collation has another
+    version on the target's system, text may sort in another order there.
     """
     with _reading(source) as connection, translated("reading the source's collations"):
         found = inventory.read_collations(connection)
@@ -182,7 +185,7 @@ def sequences(
     filters: options.Filters = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Sequences, where they stand, and the columns they belong to."""
+    """Sequences, their values, and the columns they belong to."""
     rules = options.read_rules(filters)
     with _reading(source) as connection:
         found = listing.list_sequences(connection, rules)
@@ -229,8 +232,8 @@ def depends(
 ) -> None:
     """What is left out because it depends on what --filters leaves out.
 
-    These are the objects that no rule of the filters names, and that can't be on the target all
-    the same: views of a table that is left out, foreign keys to it, functions that take its rows,
+    These are the objects that no rule of the filters names, and that can't be on the target
+    either: views of a table that is left out, foreign keys to it, functions that take its rows,
     and what depends on those. Parts of a table, such as its indexes, go with it and are not
     listed; nor is what is inside a schema that is left out. Without --filters nothing is left
     out, and the list is empty.
@@ -254,7 +257,7 @@ def schema(
     filters: options.Filters = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """All that a clone would make: how many objects of each kind, or with --json all of them.
+    """Everything a clone would create: the number of objects of each kind, or all with --json.
 
     The JSON has the tables with their columns and parts, indexes, foreign keys, sequences,
     extensions, large objects, then every object of the schema with its properties, and what

@@ -1,4 +1,7 @@
-"""`millrace list progress`: where a run stands, asked from another terminal."""
+"""`millrace list progress`: the progress of a run, shown in another terminal.
+
+Invariant: it reads only; a running process does not notice.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +25,12 @@ def progress(
     target: options.Target = "",
     as_json: options.AsJson = False,
 ) -> None:
-    """Where the run of a work directory stands: while it runs, after it stopped, when it is done.
+    """The progress of the run in a work directory: running, stopped or done.
 
-    Without --target it tells what the work directory knows; with the target of the run also
+    Without --target it shows what the work directory knows; with the target of the run also
     what is running right now, and every part that is committed. The run is not disturbed.
     The percentage is that of the tables' bytes; indexes, constraints and foreign keys are
-    counted beside it. If a stream goes with the run, its state is shown as well.
+    counted separately. If the run has a stream, its state is shown as well.
     """
     setup_logging(quiet=True)
     dsn = options.parse_dsn(target, "target") if target else None

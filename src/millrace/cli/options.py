@@ -1,4 +1,8 @@
-"""Options that several commands share."""
+"""Options that several commands share.
+
+Facts: names and meanings are pgcopydb's where it has them; each is declared once, so that an option
+is the same in every command.
+"""
 
 from __future__ import annotations
 

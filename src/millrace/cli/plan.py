@@ -1,4 +1,7 @@
-"""What a clone would do, for `--dry-run`."""
+"""What a clone would do, for `--dry-run`.
+
+Invariant: it prints the plan that the clone itself would make.
+"""
 
 from __future__ import annotations
 

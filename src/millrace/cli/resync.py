@@ -1,4 +1,7 @@
-"""`millrace stream resync`: a table of a stream copied again."""
+"""`millrace stream resync`: a table of a stream copied again.
+
+Invariant: without --no-wait, exit code 0 means that every table is copied, by whichever process.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,7 @@ def resync(
 ) -> None:
     """Copy tables again while their stream continues, and follow them from there.
 
-    For a table whose rows on the target are wrong or missing: somebody wrote to it there, a change
+    For a table whose rows on the target are wrong or missing: another program wrote to it, a change
     of it could not be applied, it was created or got its replica identity after the stream began,
     or a column was added whose default gives each row another value.
 
@@ -63,9 +66,9 @@ def resync(
     Each table is emptied and filled in one transaction of the target, under a snapshot of the
     source that comes with a temporary replication slot. Its changes since are applied before it is
     followed like the others. Sessions that read the table on the target wait during the copy. If
-    the process is killed, the next `follow` or `resync` takes the tables up.
+    the process is killed, the next `follow` or `resync` copies the tables.
 
-    --cancel takes back a request that can't be fulfilled. A table whose copy had begun is then not
+    --cancel withdraws a request that can't be fulfilled. A table whose copy had begun is then not
     followed any more, and a stream that ends names it, with exit code 9.
 
     Exit codes: 2 wrong option, 4 work directory, or the source is past the stream's end position, 5

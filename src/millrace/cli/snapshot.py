@@ -1,4 +1,8 @@
-"""`millrace snapshot`: hold one, for as long as a copy may need it."""
+"""`millrace snapshot`: hold one, for as long as a copy may need it.
+
+Invariant: the id is printed once the snapshot can be used, and the process ends with the session
+that holds it.
+"""
 
 from __future__ import annotations
 
@@ -63,13 +67,13 @@ def snapshot(
 ) -> None:
     """Hold an exported snapshot until it is stopped.
 
-    Prints its id and records it in the work directory, where `clone` and `copy` find it by
-    themselves. A clone that dies can then be resumed under the same snapshot. Ends on Ctrl-C,
+    Prints its id and records it in the work directory, where `clone` and `copy` find
+    it. A clone that dies can then be resumed under the same snapshot. Ends on Ctrl-C,
     SIGTERM or SIGHUP, or by `millrace snapshot --stop`; if the source drops the session, at once
     and with exit code 5.
 
-    With --follow it is the beginning of a stream: when the clone is done, end this process and go
-    on with `millrace follow` in the same work directory. The slot stays.
+    With --follow it is the beginning of a stream: when the clone is done, end this process and
+    continue with `millrace follow` in the same work directory. The slot stays.
     """
     setup_logging(verbose=verbose, quiet=quiet)
     if stop:

@@ -1,4 +1,7 @@
-"""`millrace stream`: the steps of following, each by itself, and the switches of a running one."""
+"""`millrace stream`: the steps of following, one by one, and the switches of a running stream.
+
+Invariant: `follow` does the same steps with the same code; each step can be run again.
+"""
 
 from __future__ import annotations
 
@@ -75,8 +78,8 @@ def setup(
     """Make publications, slot and position, without copying anything.
 
     For a target that has the source's rows already, or a `millrace snapshot --follow` that holds
-    the slot's snapshot for this work directory. Changes are followed from here on. A setup that is
-    there already is left as it is.
+    the slot's snapshot for this work directory. Changes are followed from here on. An existing
+    setup is left as it is.
     """
     from millrace.clone.directory import read_setup
     from millrace.follow.audit.baseline import forget_counters, note_counters, note_tables
@@ -158,9 +161,9 @@ def receive(
 
     A spool in tables of the target needs --target; one in files does not.
 
-    Runs until the end position, or until it is stopped: Ctrl-C, SIGTERM or SIGHUP. The source
-    is told only of what is on disk here, so it can be stopped, killed and started again at any
-    time. Connections that break are opened again.
+    Runs until the end position, or until it is stopped: Ctrl-C, SIGTERM or SIGHUP. Only
+    what is on disk here is confirmed to the source, so it can be stopped, killed and started again
+    at any time. Connections that break are opened again.
     """
     # Numba takes half a second: only those who need it wait for it.
     from millrace.follow.membership import write_beginning
@@ -223,7 +226,7 @@ def cleanup(
 
     A slot that nobody reads makes the source keep its WAL until the disk is full, so do not leave
     one behind. Give --target as well, to remove the position there. With --list nothing is removed;
-    whatever any stream of millrace has left is shown.
+    what streams of millrace have left is shown.
     """
     from millrace.follow.settings import DEFAULT_SLOT
     from millrace.follow.slot import cleanup as run_cleanup
@@ -273,8 +276,8 @@ def prune(
 ) -> None:
     """Remove what is applied from the spool.
 
-    A running `follow` does that by itself. What is applied is known from the work directory, or
-    asked from the target if --target is given.
+    A running `follow` does so too. What is applied is read from the work directory, or from the
+    target if --target is given.
     """
     from millrace.apply import table_state
     from millrace.apply.position import read_worker_positions
@@ -350,7 +353,7 @@ def set_end_position(
     source: options.Source = "",
     directory: options.Directory = options.DEFAULT_DIRECTORY,
 ) -> None:
-    """Say where the stream ends: everything up to there, and nothing after it.
+    """Set where the stream ends: everything up to there, and nothing after it.
 
     A running stream sees it within a second. Prints the position. One that the stream has passed
     is refused (exit code 9).

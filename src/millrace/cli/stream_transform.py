@@ -1,4 +1,7 @@
-"""`millrace stream transform`: the changes of a range of the spool, printed or into a sink."""
+"""`millrace stream transform`: the changes of a range of the spool, printed or into a sink.
+
+Invariant: it applies nothing and removes nothing; transactions come whole and in commit order.
+"""
 
 from __future__ import annotations
 
@@ -68,9 +71,9 @@ def transform(
     applied, and nothing is removed from the spool. It may be filled, and applied, at the same time.
     A spool in tables of the target needs --target; one in files does not.
 
-    The SQL is UTF-8, and keeps triggers from firing, but for those that are enabled ALWAYS or
-    REPLICA: what they did on the source is among the changes. Whoever runs it must be allowed to
-    set session_replication_role.
+    The SQL is UTF-8, and keeps triggers from firing, except those that are enabled ALWAYS or
+    REPLICA: what they did on the source is among the changes. The role that runs it must be allowed
+    to set session_replication_role.
 
     With --to parquet:DIR each file in DIR holds the changes between two positions, which are in its
     name. The same command, run again, continues after the newest file; DIR takes the changes of one

@@ -1,4 +1,7 @@
-"""`millrace version`."""
+"""`millrace version`.
+
+Facts: the version is that of the installed package.
+"""
 
 from __future__ import annotations
 

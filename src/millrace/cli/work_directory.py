@@ -1,4 +1,4 @@
-"""What --dir names, and the directory that stands in for it.
+"""What --dir names, and the directory that is the default.
 
 Invariant: a directory is looked at before a command uses it, whichever command it is; a run that
 an earlier version left where its default was is never taken for nothing done yet.

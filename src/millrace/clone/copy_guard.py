@@ -1,4 +1,4 @@
-"""May this command copy in this directory? A stream there has a say in it.
+"""Whether this command may copy in this directory, given the stream that is set up there.
 
 Invariant: in the directory of a stream, rows are read under the snapshot of its slot and under no
 other, and none after changes were applied. Everything else would be on the target twice, or not

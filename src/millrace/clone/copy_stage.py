@@ -1,4 +1,4 @@
-"""The copy stage: tasks out, records in, tables handed on as they become whole.
+"""The copy stage: tasks out, records in, tables handed on as they are complete.
 
 Invariant: the stage ends well only if every part has its record on the target. A
 failed part never stops the others, unless the user asked for it or nothing else

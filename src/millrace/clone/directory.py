@@ -1,4 +1,4 @@
-"""The work directory of a run: new, gone on with, or started from zero.
+"""The work directory of a run: new, continued, or started over.
 
 Invariant: a directory belongs to one run, pinned to its source, target, snapshot and
 settings; a command that does not fit is refused, with the field and both values.

@@ -1,4 +1,4 @@
-"""Can the source's schemas have the names asked for on the target?
+"""Whether the source's schemas can have the requested names on the target.
 
 Invariant: reads only. What would fail in the middle of a restore under other names is refused
 here: names that clash, schemas that can't be renamed, extensions that can't be moved. What is

@@ -1,4 +1,4 @@
-"""From settings to an open run: what its directory holds, whose target it is, what is left to read.
+"""From settings to an open run: its directory, its claim on the target, what is left to read.
 
 Invariant: what the directory refuses is refused before a server is asked, and what a server refuses
 before the directory or the target is changed; nothing of a run that is restarted is thrown away

@@ -1,4 +1,4 @@
-"""Where a clone stands: for the live view, the log and the summary.
+"""The progress of a clone: for the live view, the log and the summary.
 
 Invariant: reading progress changes nothing and needs no channel to the tasks; the
 target's own pg_stat_progress views show every running part by application_name.

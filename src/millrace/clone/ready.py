@@ -1,4 +1,4 @@
-"""Can a clone begin, or continue? What is asked of directory, target and servers before it does.
+"""Whether a clone can begin or continue: checks of directory, target and servers.
 
 Invariant: nothing is changed on either server, nor in the directory.
 """

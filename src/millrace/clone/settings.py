@@ -1,4 +1,7 @@
-"""What a user asked of a clone."""
+"""The settings of a clone, as the user gave them.
+
+Invariant: they are values: nothing here is looked up, and no step changes them.
+"""
 
 from __future__ import annotations
 

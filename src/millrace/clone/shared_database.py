@@ -1,4 +1,4 @@
-"""A target database that others use too: other runs, or whoever has the other schemas in it.
+"""A target database that others use too: other runs, or the owners of other schemas.
 
 Invariant: a run changes the schemas that it fills and nothing that belongs to the others. Of what
 belongs to the whole database, it makes what is missing; what is there under the same name and is

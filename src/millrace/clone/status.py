@@ -1,4 +1,4 @@
-"""Where a run stands, seen from outside: from its work directory and its target.
+"""The status of a run, seen from outside: from its work directory and its target.
 
 Invariant: looking changes nothing and holds up nobody, whether the run goes on, has stopped or
 has finished. What is copied is what the target has records of; without them, what the work

@@ -1,4 +1,4 @@
-"""Rows that come after triggers and foreign keys.
+"""Rows copied into tables that already have triggers and foreign keys.
 
 Invariant: a table with triggers on the target, those of foreign keys too, is filled with all of
 them silent, but for those that are meant to see it (catalog.exempt_trigger); one that could not be

@@ -1,4 +1,7 @@
-"""Sizes as people write them: `250 MB`, `2GB`, `1048576`."""
+"""Sizes as people write them: `250 MB`, `2GB`, `1048576`.
+
+Facts: units are powers of 1024, as in PostgreSQL's settings and pg_size_pretty().
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A stream and the copy it goes with: how they are tied, and that nothing else is followed.
+"""A stream and the copy it belongs to: how they are bound, and that nothing else is followed.
 
 Invariant: what a stream applies its changes to is the copy that was made under its slot's
 snapshot, whole, on the target that it was made on; or a target of which somebody said so by

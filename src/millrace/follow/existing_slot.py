@@ -1,4 +1,4 @@
-"""A slot that is there already, as a person needs to know it before deciding about it.
+"""A slot that exists already, described for the person who has to decide about it.
 
 Invariant: reads only; what the role may not see is left out.
 """

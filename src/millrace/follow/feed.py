@@ -1,4 +1,4 @@
-"""Who fills the spool of a stream: a receiver of its own, another process, or nobody.
+"""What fills the spool of a stream: a receiver of its own, another process, or nothing.
 
 Invariant: a feed that says it has ended adds nothing to the spool any more.
 """

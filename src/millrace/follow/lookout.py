@@ -1,4 +1,4 @@
-"""Looks now and then for tables of the source that a running stream does not follow as it could.
+"""Looks periodically for tables of the source that a running stream does not follow fully.
 
 Invariant: whatever is found is either copied again by table sync, which follows it from then on, or
 stops the stream with its name. Nothing is taken up by changing the publications alone: what they

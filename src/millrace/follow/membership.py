@@ -1,4 +1,4 @@
-"""The tables that a stream begins with: those of the slot's snapshot, written down by OID.
+"""The tables that a stream begins with: those of the slot's snapshot, recorded by OID.
 
 Invariant: a table is written down as followed whole only if the publications had it before the
 slot's first change. Publications are made before the slot, and a slot may take long to make; tables

@@ -1,4 +1,8 @@
-"""Where a stream stands: for the live view, the log and the metrics."""
+"""The progress of a stream: for the live view, the log and the metrics.
+
+Invariant: a lag is shown only if the source was asked for its position just now; otherwise that it
+could not be asked.
+"""
 
 from __future__ import annotations
 

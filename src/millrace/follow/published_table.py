@@ -1,4 +1,4 @@
-"""Tables of the source as they can be published: what tells their rows apart.
+"""Tables of the source as they can be published: what identifies their rows.
 
 Invariant: a table has an identity here only if the source names a row of it, and of everything
 below it, by values that it sends, and if publishing that makes no statement on it fail.

@@ -1,4 +1,4 @@
-"""The target's sequences, brought to where the source's are: logical replication has none of them.
+"""The target's sequences, set to the source's values: logical replication does not send them.
 
 Invariant: when a stream has ended, each sequence gives the value next that the source's would
 have given, or a later one if somebody still writes there. Before that, one is moved in its own

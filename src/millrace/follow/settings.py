@@ -1,4 +1,7 @@
-"""What a user asked of a stream."""
+"""The settings of a stream, as the user gave them.
+
+Invariant: nothing is imported here that takes long to load; every command reads its options.
+"""
 
 from __future__ import annotations
 

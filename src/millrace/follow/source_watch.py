@@ -1,4 +1,4 @@
-"""How far the source has come, asked beside the stream.
+"""The source's current position, asked on a connection beside the stream.
 
 Invariant: whatever becomes of the stream, and of the source, nobody waits for the answer: it is
 asked by a thread of its own, and what is known is what was answered last, with its age.

@@ -1,4 +1,4 @@
-"""Where a stream stands, and how far it is behind what the source has written.
+"""The position of a stream, and its lag behind what the source has written.
 
 Invariant: no lag is reported as zero unless the source was asked, and everything that it had is on
 the target. What is not known is None.

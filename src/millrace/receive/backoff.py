@@ -1,4 +1,4 @@
-"""How long a source that does not answer is waited for.
+"""How long to wait for a source that does not answer.
 
 Invariant: what waiting can't help is raised at once.
 """

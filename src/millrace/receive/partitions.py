@@ -1,4 +1,4 @@
-"""The source's partitions, and the roots they go by.
+"""The source's partitions, and the roots under whose names their changes are applied.
 
 Invariant: a change of a partition goes by the name of the topmost root, whatever became of the
 partition since, as long as it was ever known here; what was told is not forgotten when the source

@@ -1,4 +1,4 @@
-"""Output plugins: what is asked of them, and their messages as pgoutput's.
+"""Output plugins: the options they get, and their messages as pgoutput's.
 
 Invariant: what leaves `translate` are frames of pgoutput, whole transactions in order, whichever
 plugin made them; so the spool has one format.

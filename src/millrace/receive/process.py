@@ -1,4 +1,4 @@
-"""The receiver as a process of its own, watched over by the one that follows.
+"""The receiver as a process of its own, supervised by the one that follows.
 
 Invariant: the process ends when its owner ends, however that happens; if it is killed it is
 started again, and goes on from what is in the spool.

@@ -1,4 +1,4 @@
-"""Where to cut a table into parts of about equal bytes.
+"""Where to split a table into parts of about equal bytes.
 
 Invariant: the parts of a table cover every possible row exactly once: the first
 has no lower bound, the last no upper bound, each other one starts where the one

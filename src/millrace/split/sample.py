@@ -1,4 +1,4 @@
-"""Sampled rows of the tables that will be cut into parts.
+"""Sampled rows of the tables that will be split into parts.
 
 Invariant: only tables that get more than one part are sampled.
 """

@@ -1,4 +1,4 @@
-"""The index beside a segment: which transactions end in it, which relations it tells of.
+"""The index beside a segment: which transactions end in it, which relations it describes.
 
 Invariant: everything in an index follows from its segment; a record is written after the bytes it
 speaks of are on disk, so a transaction that has a record is whole and durable. Nothing is written

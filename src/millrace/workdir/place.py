@@ -1,4 +1,4 @@
-"""Where a run keeps its files when nobody says where, and whether a place can be trusted.
+"""The default work directory, and whether a directory can be trusted.
 
 Invariant: the default directory is the user's alone: made with mode 0700, owned by them like
 everything above it, and no link; root is held to the same. A directory that the user names may be

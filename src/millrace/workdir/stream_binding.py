@@ -1,4 +1,4 @@
-"""The stream of a work directory, and the one copy that it goes with.
+"""The stream of a work directory, and the one copy that it belongs to.
 
 Invariant: a stream is bound to the run that copied under its slot's snapshot. Applied to any other
 copy, its changes would be there twice, or be missing; so whoever copies asks here first, and so

@@ -1,4 +1,4 @@
-"""The states of a stream, and what its work directory says of them.
+"""The states of a stream, as its work directory records them.
 
 Invariant: the state in the sentinel was written by the process that ran the stream last; a reader
 holds up nobody, and takes no state of a dead process for that of a living one.

@@ -1,4 +1,4 @@
-"""Foreign keys, added at the end, at once where they can't meet.
+"""Foreign keys, added at the end, in parallel where they lock different tables.
 
 Invariant: two foreign keys that share a table are never added at the same time.
 ADD FOREIGN KEY takes SHARE ROW EXCLUSIVE on both of its tables, which excludes

@@ -1,4 +1,4 @@
-"""Columns that were added in mid-stream with a default that each server computes by itself.
+"""Columns that were added in mid-stream with a default that each server computes on its own.
 
 Invariant: a column is passed over only if the rows that its table had got no value from the
 default, or the same value on both sides.

@@ -1,4 +1,4 @@
-"""Partitions that came to a followed root since it was written down.
+"""Partitions that were added to a followed root since it was recorded.
 
 Invariant: a partition gets into the record without a copy of its root only if it never had a row
 that the stream did not send: it was made as a partition, and is one ever since, or it is empty

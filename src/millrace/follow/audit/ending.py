@@ -1,4 +1,4 @@
-"""The end of a stream: whether it is where it was asked for, and what is done then.
+"""The end of a stream: whether the requested position is reached, and what is done then.
 
 Invariant: whoever says that an end position is reached has set the target's sequences; a target
 that is past an end position is never said to have ended there; tables that may differ are named.

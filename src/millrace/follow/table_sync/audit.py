@@ -1,4 +1,4 @@
-"""Tables that are not where the stream's end is, because they are copied again.
+"""Tables that are not at the stream's end position, because they are copied again.
 
 Invariant: at an end position, a table that was asked for and is not followed, and one whose copy is
 newer than that position, are named; nobody claims that they equal the source there.

@@ -1,4 +1,4 @@
-"""Table sync beside something else, and by itself.
+"""Table sync on a thread of its own, or alone.
 
 Invariant: the thread has ended when `stop` or `finish` returns; a copy under way is rolled back by
 `stop`, and its temporary slot is gone.

@@ -1,4 +1,4 @@
-"""The tables of one side as `compare data` reads them: what is stored, and what tells rows apart.
+"""The tables of one side as `compare data` reads them: what is stored, what identifies rows.
 
 Invariant: each function reads its whole kind in one query, or two.
 """

@@ -1,6 +1,6 @@
-"""What the messages of text plugins say, whichever plugin wrote them.
+"""The content of messages of text plugins, whichever plugin wrote them.
 
-Values are text as PostgreSQL prints it, NULL, or not sent.
+Facts: values are text as PostgreSQL prints it, NULL, or not sent.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""PostgreSQL's names of encodings, and Python's."""
+"""PostgreSQL's names of encodings, and Python's.
+
+Facts: the table is psycopg's.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The changes of a slot as the answer to a query: how a long way is caught up with.
+"""The changes of a slot as the result of a query: how a large lag is caught up.
 
 Invariant: a batch begins where the slot stands, which is where the spool ends, and ends at a
 position before which nothing is missing; both are read in the session that gives the batch. The

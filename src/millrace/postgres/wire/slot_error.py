@@ -1,4 +1,7 @@
-"""What servers say about slots that can't be used, as our errors."""
+"""Errors of servers about slots that can't be used, as ours.
+
+Invariant: SlotLost means that changes are gone for good; whatever may pass is another error.
+"""
 
 from __future__ import annotations
 

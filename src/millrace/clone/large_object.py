@@ -29,8 +29,23 @@ def large_object_statements(
     `grantee, privilege, grantable` triples) and rows of data. Relayed into a temporary table,
     they become objects inside the target.
     """
+    unlink = (
+        "SELECT lo_unlink(m.oid) FROM pg_largeobject_metadata m, millrace_lo s"
+        " WHERE m.oid = s.oid AND s.at IS NULL; "
+    )
+    return PartStatements(
+        table_oid=LARGE_OBJECTS_OID,
+        part=objects.number,
+        label=f"large objects {objects.first_oid}-{objects.last_oid}",
+        copy_out=_copy_out(objects),
+        copy_in=f"{_STAGE}; COPY millrace_lo FROM STDIN (FORMAT binary)",
+        after=(unlink if replace else "") + _create_sql(owner=owner, acl=acl, comments=comments),
+    )
+
+
+def _copy_out(objects: LargeObjectRange) -> str:
     between = f"m.oid BETWEEN {objects.first_oid} AND {objects.last_oid}"
-    copy_out = f"""COPY (
+    return f"""COPY (
         SELECT m.oid, NULL::int8 AS at, NULL::bytea AS data,
                ARRAY[pg_get_userbyid(m.lomowner)::text, obj_description(m.oid, 'pg_largeobject'),
                      (o.own <> 2)::text]
@@ -53,13 +68,11 @@ def large_object_statements(
                LATERAL (SELECT lo_lseek64(lo_open(m.oid, {INV_READ}), 0, 2) AS size) s,
                LATERAL generate_series(0, (s.size - 1) / {CHUNK_BYTES}) AS c
          WHERE {between} AND s.size > 0) TO STDOUT (FORMAT binary)"""
-    unlink = (
-        "SELECT lo_unlink(m.oid) FROM pg_largeobject_metadata m, millrace_lo s"
-        " WHERE m.oid = s.oid AND s.at IS NULL; "
-        if replace
-        else ""
-    )
-    after = f"""{unlink}SELECT lo_create(oid) FROM millrace_lo WHERE at IS NULL;
+
+
+def _create_sql(*, owner: bool, acl: bool, comments: bool) -> str:
+    """What makes objects of the rows in the temporary table."""
+    return f"""SELECT lo_create(oid) FROM millrace_lo WHERE at IS NULL;
         SELECT lo_put(oid, at, data) FROM millrace_lo WHERE at IS NOT NULL;
         DO $millrace$
         DECLARE o record; item int; grantee text; option text;
@@ -85,11 +98,3 @@ def large_object_statements(
             END LOOP;
           END LOOP;
         END $millrace$"""
-    return PartStatements(
-        table_oid=LARGE_OBJECTS_OID,
-        part=objects.number,
-        label=f"large objects {objects.first_oid}-{objects.last_oid}",
-        copy_out=copy_out,
-        copy_in=f"{_STAGE}; COPY millrace_lo FROM STDIN (FORMAT binary)",
-        after=after,
-    )

@@ -325,7 +325,7 @@ def _check_roles(
     if missing:
         yield Problem(
             "target",
-            f"missing, but owners or grantees on the source: {_some(missing, 'role')}",
+            f"owners or grantees of the source do not exist: {_some(missing, 'role')}",
             "; ".join(f"CREATE ROLE {ident(role)}" for role in missing)
             + "; or --roles to copy roles, or --no-owner and --no-acl",
         )

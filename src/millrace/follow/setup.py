@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import psycopg
 
@@ -65,10 +65,10 @@ def open_slot_snapshot(
     """A snapshot that came with a slot: the one held for the directory, or a new one.
 
     If what is done under a new one fails, its slot goes too: nobody could use it, and it would
-    make the source keep its WAL. Unless every row `is_copied`: then whoever goes on needs no
+    make the source keep its WAL. Unless every row `is_copied`: who continues then needs no
     snapshot, but the slot.
     """
-    directory, source, target, rules = route.place, route.source, route.target, route.filters
+    directory, source, target = route.place, route.source, route.target
     slot = choose_slot(directory, slot)
     require_silence(target)
     require_place(route, slot.spool)
@@ -87,26 +87,7 @@ def open_slot_snapshot(
         yield held
         return
     require_no_stream(directory)
-
-    def prepare() -> None:
-        note_counters(directory, source)
-        wanted = published(source, rules)
-        for warning in prepare_source(
-            source, slot.name, slot.plugin, wanted, identity_full=slot.identity_full
-        ):
-            log.warning("source: %s", warning)
-
-    holding = hold(
-        directory,
-        source,
-        slot=slot.name,
-        plugin=slot.plugin,
-        before_slot=prepare,
-        is_slot_whole=lambda snapshot: has_all(
-            source, slot.name, slot.plugin, published(source, rules), snapshot
-        ),
-        slot_timeout_seconds=slot.timeout_seconds,
-    )
+    holding = _hold_new(route, slot)
     with making_slot(directory, source, slot.name) as making, holding as (held, _):
         making.made()
         write_stream(directory, held, source, slot.spool, encoding)
@@ -123,6 +104,33 @@ def open_slot_snapshot(
             else:
                 _drop(route, slot.name, source.identity())
             raise
+
+
+def _hold_new(
+    route: Route, slot: SlotSettings
+) -> AbstractContextManager[tuple[SnapshotHolder, Callable[[], None]]]:
+    """A new slot's snapshot, with the publications that have to be there before the slot."""
+    source, rules = route.source, route.filters
+
+    def prepare() -> None:
+        note_counters(route.place, source)
+        wanted = published(source, rules)
+        for warning in prepare_source(
+            source, slot.name, slot.plugin, wanted, identity_full=slot.identity_full
+        ):
+            log.warning("source: %s", warning)
+
+    return hold(
+        route.place,
+        source,
+        slot=slot.name,
+        plugin=slot.plugin,
+        before_slot=prepare,
+        is_slot_whole=lambda snapshot: has_all(
+            source, slot.name, slot.plugin, published(source, rules), snapshot
+        ),
+        slot_timeout_seconds=slot.timeout_seconds,
+    )
 
 
 def require_silence(target: Dsn) -> None:

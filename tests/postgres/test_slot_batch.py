@@ -22,7 +22,7 @@ from tests.fixtures.receiving import (
     receiving,
     without_relations,
 )
-from tests.fixtures.wait import wait_for
+from tests.fixtures.wait import DEADLINE_SECONDS, wait_for
 
 from millrace.config.dsn import Dsn
 from millrace.errors import ConnectionLost, ServerError, SlotLost
@@ -176,7 +176,7 @@ def test_a_batch_whose_session_is_ended_comes_again(
                 " AND datname = current_database()"
             )
         )
-        thread.join(60)
+        thread.join(DEADLINE_SECONDS)
     assert "trying again" in told.text
     _assert_as_sent(source, tmp_path)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from tests.fixtures.wait import wait_for
+from tests.fixtures.wait import DEADLINE_SECONDS, wait_for
 
 from millrace.config.dsn import Dsn
 from millrace.errors import ServerError
@@ -159,7 +159,7 @@ def test_a_process_that_is_ended_meanwhile_leaves_no_slot(
         try:
             wait_for(lambda: _slots(database) == [SLOT])
             process.send_signal(how)
-            code = process.wait(60)
+            code = process.wait(DEADLINE_SECONDS)
         finally:
             process.kill()
             process.wait()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import socket
 import urllib.request
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from random import SystemRandom
 
 import pytest
 from prometheus_client import REGISTRY, generate_latest
@@ -58,10 +59,12 @@ def render(progress: FollowProgress | None) -> str:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """Not one of those that the kernel gives to whoever connects meanwhile."""
+    while True:
+        port = SystemRandom().randrange(20000, 30000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("0.0.0.0", port))
+            return port
 
 
 def fetch(port: int) -> str:

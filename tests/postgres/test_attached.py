@@ -229,4 +229,4 @@ def test_whatever_ends_the_lookout_ends_the_stream(
     stopped = threading.Event()
     looking = lookout.looking_out(settings, stream.setup, stream.sentinel, stopped.set)
     with pytest.raises(ValueError, match="unforeseen"), looking:
-        assert stopped.wait(30)
+        assert stopped.wait(DEADLINE_SECONDS)

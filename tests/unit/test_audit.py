@@ -15,8 +15,9 @@ from millrace.follow.audit.finding import Finding, FindingKind, acquit
 from millrace.follow.audit.source_state import SourceCounters, SourceTable, TableCounters
 from millrace.workdir.followed_table import FollowedTable
 
+COLUMNS = ((1, "id", "integer"), (2, "v", "text"))
 WHOLE = SourceTable(
-    1, "public", "whole", 1, "public", "whole", True, 100, True, True, False, ((1, "id", "integer"), (2, "v", "text"))
+    1, "public", "whole", 1, "public", "whole", True, 100, True, True, False, COLUMNS
 )
 KEYLESS = replace(WHOLE, oid=2, name="log", root_oid=2, root_name="log", sends_updates=False)
 UNLOGGED = replace(

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import socket
 import urllib.request
-from contextlib import ExitStack, suppress
-from random import SystemRandom
+from contextlib import ExitStack
 
 import pytest
 from prometheus_client import REGISTRY, generate_latest
 from prometheus_client.parser import text_string_to_metric_families as parse
+from tests.fixtures.port import free_port
 
 from millrace.errors import ConfigError
 from millrace.follow.metrics import StreamMetrics, serve_metrics
@@ -56,15 +56,6 @@ def render(progress: FollowProgress | None) -> str:
     if progress is not None:
         metrics.update(progress)
     return generate_latest(metrics.registry).decode()
-
-
-def free_port() -> int:
-    """Not one of those that the kernel gives to whoever connects meanwhile."""
-    while True:
-        port = SystemRandom().randrange(20000, 30000)
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("0.0.0.0", port))
-            return port
 
 
 def fetch(port: int) -> str:

@@ -62,8 +62,7 @@ def find_added_columns(
     added = {
         table.oid: (table, numbers)
         for table in now
-        if table.oid in then
-        and (numbers := table.column_numbers - then[table.oid].column_numbers)
+        if table.oid in then and (numbers := table.column_numbers - then[table.oid].column_numbers)
     }
     if not added:
         return []

@@ -31,8 +31,10 @@ atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 
 _numbers = itertools.count(1)
 
-# How long an example takes says more about the machine than about the code.
-hypothesis.settings.register_profile("millrace", deadline=None)
+# How long an example takes, or the drawing of one, says more about the machine than about the code.
+hypothesis.settings.register_profile(
+    "millrace", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
 hypothesis.settings.load_profile("millrace")
 
 # Servers in memory, where there is room: a database is made in a tenth of the time.
@@ -57,6 +59,10 @@ _SLOWEST = (
 )
 _FOLDERS = ("spark", "postgres", "unit")
 
+# What it does, and when, is nobody's subject here: it moves counters, holds locks and snapshots for
+# a moment, and writes WAL on a source that is idle. The campaigns have it.
+_QUIET = {"autovacuum": "off"}
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=_place)
@@ -71,13 +77,13 @@ def _place(item: pytest.Item) -> tuple[int, int]:
 
 @pytest.fixture(scope="session")
 def source_cluster() -> Iterator[Cluster]:
-    with open_cluster(16, tcp=True) as cluster:
+    with open_cluster(16, tcp=True, settings=_QUIET) as cluster:
         yield cluster
 
 
 @pytest.fixture(scope="session")
 def target_cluster() -> Iterator[Cluster]:
-    with open_cluster(18, tcp=True) as cluster:
+    with open_cluster(18, tcp=True, settings=_QUIET) as cluster:
         yield cluster
 
 
@@ -87,7 +93,8 @@ def system_cluster() -> Iterator[Cluster]:
     found = [i for i in server_installations() if i.origin != "wheel"]
     if not found:
         pytest.skip("no PostgreSQL server of the system")
-    with open_cluster(found[0].version, installation=found[0], tcp=True) as cluster:
+    version, chosen = found[0].version, found[0]
+    with open_cluster(version, installation=chosen, tcp=True, settings=_QUIET) as cluster:
         yield cluster
 
 

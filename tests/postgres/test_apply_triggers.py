@@ -292,7 +292,7 @@ def test_truncates_and_inserts_in_one_batch_do_not_wait_for_themselves(pair: Str
 
     thread = threading.Thread(target=follow, daemon=True)
     thread.start()
-    wait_for(lambda: outcomes, "the batch waits for itself", seconds=60)
+    wait_for(lambda: outcomes, "the batch waits for itself")
     thread.join()
     assert outcomes == [None]
     pair.assert_equal()

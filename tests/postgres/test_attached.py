@@ -10,7 +10,7 @@ from pathlib import Path
 import psycopg
 import pytest
 from tests.fixtures.receiving import Source
-from tests.fixtures.wait import wait_for
+from tests.fixtures.wait import DEADLINE_SECONDS, wait_for
 from tests.postgres.test_lookout import SCHEMA, Stream, spooled
 
 from millrace.config.dsn import Dsn
@@ -141,7 +141,7 @@ def receiving(
             yield sentinel, setup, told
         finally:
             sentinel.set_endpos(source.lsn())
-            running.join(60)
+            running.join(DEADLINE_SECONDS)
     assert not running.is_alive()
 
 
@@ -229,4 +229,4 @@ def test_whatever_ends_the_lookout_ends_the_stream(
     stopped = threading.Event()
     looking = lookout.looking_out(settings, stream.setup, stream.sentinel, stopped.set)
     with pytest.raises(ValueError, match="unforeseen"), looking:
-        assert stopped.wait(30)
+        assert stopped.wait(DEADLINE_SECONDS)

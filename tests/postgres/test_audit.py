@@ -172,6 +172,22 @@ def test_columns_whose_defaults_each_server_computes_are_found(followed: Followe
     assert {one.table for one in differing.unfollowed} == {"public.seat", "public.account"}
 
 
+def test_columns_that_are_no_longer_the_ones_that_were_copied_are_found(followed: Followed) -> None:
+    execute(
+        followed.source,
+        "INSERT INTO kept VALUES (1)",
+        "ALTER TABLE seat ALTER place TYPE bigint USING place * 100",
+        "ALTER TABLE transfer DROP note, ADD note text",
+        # Nothing of the rows is changed by these.
+        "ALTER TABLE kept ADD note varchar(5)",
+        "VACUUM FULL kept",
+        "ALTER TABLE log ALTER line TYPE varchar",
+    )
+    assert found(followed) == dict.fromkeys(
+        ["public.seat", "public.transfer"], FindingKind.UNPROVED
+    )
+
+
 def test_what_publications_of_any_shape_send_of_each_table_is_known(source_db: str) -> None:
     execute(
         source_db,

@@ -12,6 +12,7 @@ from pathlib import Path
 import psycopg
 import pytest
 from tests.fixtures.sql import execute, rows
+from tests.fixtures.wait import DEADLINE_SECONDS
 
 from millrace.clone import claim, run_record
 from millrace.clone.claim import claim_target
@@ -91,7 +92,7 @@ def test_the_other_one_is_named_and_a_killed_one_holds_nothing(
         for word in (f"process {other.pid}", socket.gethostname(), "/some/ * place"):
             assert word in refused.value.message
         other.kill()
-    monkeypatch.undo()
+    monkeypatch.setattr(claim, "GRACE_SECONDS", DEADLINE_SECONDS)
     with claim_target(target, "run2", tmp_path, ["b", "c"]):
         pass
 

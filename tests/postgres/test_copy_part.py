@@ -25,8 +25,6 @@ from millrace.postgres.wire.connect import connect
 from millrace.snapshot.export import HeldSnapshot, open_snapshot
 from millrace.split.plan import plan_parts
 
-pytestmark = pytest.mark.timeout(60)
-
 ROWS = 1000
 SECRET = "s3cret"
 

@@ -349,5 +349,6 @@ def test_two_thousand_tables_are_read_in_seconds(source_db: str) -> None:
             connection.execute(MANY_TABLES.format(first=first, last=first + 499).encode())
         began = time.monotonic()
         found = read_description(connection)
-        assert time.monotonic() - began < 10
+        # One by one, or each against each, it would be minutes, on any machine.
+        assert time.monotonic() - began < 60
     assert sum(kind == "table" for kind, _ in found.objects) == 2000

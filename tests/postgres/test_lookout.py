@@ -10,7 +10,7 @@ from typing import Any
 import psycopg
 import pytest
 from tests.fixtures.receiving import Source, received_messages
-from tests.fixtures.wait import wait_for
+from tests.fixtures.wait import DEADLINE_SECONDS, wait_for
 
 from millrace.config.dsn import Dsn
 from millrace.errors import ApplyError
@@ -324,7 +324,7 @@ def test_tables_taken_up_while_the_receiver_runs_are_described_first(
             assert [kind for kind in late if kind != "R"] == ["T", "I"]
         finally:
             sentinel.set_endpos(source.lsn())
-            running.join(60)
+            running.join(DEADLINE_SECONDS)
             source.close()
     assert not running.is_alive()
 
@@ -380,7 +380,7 @@ def test_tables_committed_while_the_slot_is_made_are_followed(
                 )
             )
         early.commit()
-    thread.join(120)
+    thread.join(DEADLINE_SECONDS)
     assert not isinstance(caught[0], BaseException), caught[0]
     _, published, whole = caught[0]
     assert whole == {"committed_late"}

@@ -12,7 +12,7 @@ import pytest
 from tests.fixtures.direct_engine import DirectEngine
 from tests.fixtures.followed import open_followed
 from tests.fixtures.sql import execute
-from tests.fixtures.wait import wait_for
+from tests.fixtures.wait import DEADLINE_SECONDS, wait_for
 from tests.postgres.test_lookout import Stream
 
 from millrace.config.dsn import Dsn
@@ -336,7 +336,7 @@ def test_leaves_are_followed_by_the_name_of_their_root(
             "TRUNCATE metric_1",
         )
         followed.set_endpos(followed.end())
-        running.join(120)
+        running.join(DEADLINE_SECONDS)
         assert followed.result.reached_endpos
         assert followed.result.unfollowed == ()
         assert rows(target_db) == rows(source_db)

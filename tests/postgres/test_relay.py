@@ -24,8 +24,6 @@ from millrace.postgres.wire.libpq import execute, open_session
 from millrace.postgres.wire.relay import CHUNK_BYTES, HOLD, CopyResult, relay
 from millrace.retry import is_transient
 
-pytestmark = pytest.mark.timeout(60)
-
 BEGIN = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY; "
 ROUTES = ("socket", "tcp", "tls-source", "tls-target")
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,14 @@ from tests.fixtures.wait import DEADLINE_SECONDS, wait_for
 
 from millrace.config.dsn import Dsn
 from millrace.errors import PreflightError, ServerError
+from millrace.follow import slot as slot_module
 from millrace.follow.publication import create_publications
 from millrace.follow.setup import require_silence
 from millrace.follow.slot import cleanup, create_stream, read_leftovers
 from millrace.lsn import parse_lsn
 from millrace.postgres.catalog.schemas import publication_names
 from millrace.postgres.wire.connect import connect
-from millrace.postgres.wire.slot import read_slot
+from millrace.postgres.wire.slot import SlotState, read_slot
 from millrace.spool.reader import SpoolReader
 
 SCHEMA = """
@@ -76,7 +78,10 @@ def test_setting_up_twice_changes_nothing(database: str) -> None:
     assert create_stream(dsn, _slot(database), "pgoutput") == first
 
 
-def test_a_slot_that_is_read_is_not_dropped(database: str, tmp_path: Path) -> None:
+def test_a_slot_that_is_read_is_not_dropped(
+    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slot_module, "LEAVING_SECONDS", 0.0)
     slot = _slot(database)
     environment = {"MILLRACE_SOURCE": database, "MILLRACE_DIR": str(tmp_path)}
     _millrace("stream", "setup", "--slot-name", slot, env=environment)
@@ -90,19 +95,31 @@ def test_a_slot_that_is_read_is_not_dropped(database: str, tmp_path: Path) -> No
         process.send_signal(signal.SIGTERM)
         out, error = process.communicate(timeout=DEADLINE_SECONDS)
     assert process.returncode == 143, error
-    assert not _active(database, slot)
     out = _millrace("stream", "cleanup", "--json", env=environment)
     assert len(json.loads(out)["removed"]) == 4  # slot, two publications, spool
 
 
+def test_a_reader_that_is_leaving_is_waited_for(
+    database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dsn = Dsn.parse(database)
+    slot = _slot(database)
+    create_stream(dsn, slot, "pgoutput")
+    looks: list[str] = []
+
+    def look(connection: psycopg.Connection[Any], name: str) -> SlotState | None:
+        looks.append(name)
+        state = read_slot(connection, name)
+        return replace(state, active_pid=1) if state and len(looks) == 1 else state
+
+    monkeypatch.setattr(slot_module, "read_slot", look)
+    with connect(dsn, "test") as connection:
+        assert slot_module.drop_slot(connection, slot)
+        assert read_slot(connection, slot) is None
+
+
 def _none() -> Any:
     raise AssertionError("the slot is gone")
-
-
-def _active(uri: str, slot: str) -> bool:
-    with connect(Dsn.parse(uri), "test") as connection:
-        state = read_slot(connection, slot)
-    return state is not None and state.active_pid is not None
 
 
 def test_the_commands_of_a_stream(database: str, target_db: str, tmp_path: Path) -> None:

@@ -22,10 +22,11 @@ from tests.fixtures.receiving import (
     receiving,
     without_relations,
 )
-from tests.fixtures.wait import wait_for
+from tests.fixtures.wait import DEADLINE_SECONDS, wait_for
 
 from millrace.config.dsn import Dsn
 from millrace.errors import ConnectionLost, ServerError, SlotLost
+from millrace.follow import slot as slot_module
 from millrace.follow.publication import create_publications
 from millrace.follow.slot import drop_slot
 from millrace.lsn import parse_lsn
@@ -176,7 +177,7 @@ def test_a_batch_whose_session_is_ended_comes_again(
                 " AND datname = current_database()"
             )
         )
-        thread.join(60)
+        thread.join(DEADLINE_SECONDS)
     assert "trying again" in told.text
     _assert_as_sent(source, tmp_path)
 
@@ -272,7 +273,10 @@ def _has_replayed(
     return row == (True,)
 
 
-def test_a_slot_whose_batch_is_read_is_not_for_others(source: Source, tmp_path: Path) -> None:
+def test_a_slot_whose_batch_is_read_is_not_for_others(
+    source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slot_module, "LEAVING_SECONDS", 0.0)
     _update(source, 1000)
     with connect(source.dsn, "test") as reader:
         reader.execute(f"SELECT {lock_sql(source.slot)}")

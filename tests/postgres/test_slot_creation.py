@@ -15,7 +15,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from tests.fixtures.wait import wait_for
+from tests.fixtures.wait import DEADLINE_SECONDS, wait_for
 
 from millrace.config.dsn import Dsn
 from millrace.errors import ServerError
@@ -127,21 +127,22 @@ def test_a_creation_says_what_it_waits_for_and_goes_on(
 
 def test_a_creation_that_is_late_or_stopped_leaves_nothing(database: str) -> None:
     with open_transaction(database) as blocker:
-        late = Creation(database, timeout_seconds=0.5)
+        # Time enough to come to where it waits.
+        late = Creation(database, timeout_seconds=3.0)
         late.start()
         late.join()
         assert late.error is not None
-        assert "could not be created within 0.5 seconds" in late.error.message
+        assert "could not be created within 3 seconds" in late.error.message
         assert f"process {blocker.info.backend_pid}" in late.error.message
         assert "--slot-timeout" in late.error.hint
-        assert _slots(database) == []
+        wait_for(lambda: _slots(database) == [])
         stopped = Creation(database)
         stopped.start()
         wait_for(lambda: _slots(database) == [SLOT])
         stopped.stopped.set()
         stopped.join()
         assert stopped.error is not None
-        assert _slots(database) == []
+        wait_for(lambda: _slots(database) == [])
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
@@ -159,7 +160,7 @@ def test_a_process_that_is_ended_meanwhile_leaves_no_slot(
         try:
             wait_for(lambda: _slots(database) == [SLOT])
             process.send_signal(how)
-            code = process.wait(60)
+            code = process.wait(DEADLINE_SECONDS)
         finally:
             process.kill()
             process.wait()

@@ -13,7 +13,7 @@ from typing import Any, cast
 import psycopg
 import pytest
 from tests.fixtures.program import MILLRACE
-from tests.fixtures.wait import wait_for
+from tests.fixtures.wait import DEADLINE_SECONDS, wait_for
 
 from millrace.clone.settings import CloneSettings
 from millrace.config.dsn import Dsn
@@ -64,7 +64,7 @@ def _run(*arguments: str, uri: str, directory: Path, failpoints: str = "") -> tu
             "MILLRACE_DIR": str(directory),
             "MILLRACE_FAILPOINTS": failpoints,
         },
-        timeout=120,
+        timeout=DEADLINE_SECONDS,
     )
     return process.returncode, process.stdout, process.stderr
 
@@ -174,7 +174,7 @@ def test_a_slot_that_is_read_says_by_whom(database: str, tmp_path: Path) -> None
             pass
     finally:
         reader.terminate()
-        reader.wait(60)
+        reader.wait(DEADLINE_SECONDS)
     assert "application 'millrace receive'" in caught.value.message
     assert "stop its reader" in caught.value.hint
 

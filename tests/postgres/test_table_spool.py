@@ -322,7 +322,7 @@ def test_the_writer_goes_on_after_its_session_was_ended(kind: Kind, target_db: s
     left = append(writer, frames[:-30])
     with psycopg.connect(target_db, autocommit=True) as connection:
         connection.execute(
-            "SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity"
+            "SELECT pg_terminate_backend(pid, 600000) FROM pg_stat_activity"
             " WHERE application_name LIKE 'millrace spool%'"
         )
     if kind.place.target is not None:

@@ -18,7 +18,7 @@ import pytest
 from tests.fixtures.direct_engine import DirectEngine
 from tests.fixtures.followed import Followed, open_followed, writing
 from tests.fixtures.syncing import request, requested, run_sql, states_of, wait_until_done
-from tests.fixtures.wait import wait_for
+from tests.fixtures.wait import DEADLINE_SECONDS, wait_for
 from tests.torture.failpoints import SYNC, SYNC_TASK
 
 from millrace.apply.table_state import SyncState
@@ -109,12 +109,12 @@ def test_process_killed_at_every_failpoint_of_table_sync_ends_equal(
                 if number == 1:
                     asked.append(request(followed, "late_0"))
                 child = start_child(followed, failpoint)
-                assert child.wait(180) == -signal.SIGKILL, failpoint
+                assert child.wait(DEADLINE_SECONDS) == -signal.SIGKILL, failpoint
             child = start_child(followed)
             for one in asked:
                 wait_until_done(followed, one)
         followed.set_endpos(followed.end())
-        assert child.wait(180) == 0
+        assert child.wait(DEADLINE_SECONDS) == 0
         followed.assert_equal()
         states = states_of(followed)
         assert {name for _, name in states} == {*names, "account"}
@@ -144,7 +144,7 @@ def test_sync_waits_for_older_transactions_says_so_and_can_be_stopped(
                     )
                 )
             child.send_signal(signal.SIGINT)
-            assert child.wait(60) != 0
+            assert child.wait(DEADLINE_SECONDS) != 0
             assert requested(followed, asked).state is RequestState.RUNNING
             with psycopg.connect(source_db) as connection:
                 row = connection.execute(slots).fetchone()
@@ -166,5 +166,5 @@ def test_sync_waits_for_older_transactions_says_so_and_can_be_stopped(
             "DELETE FROM late_0 WHERE id = 2",
         )
         followed.set_endpos(followed.end())
-        assert child.wait(180) == 0
+        assert child.wait(DEADLINE_SECONDS) == 0
         followed.assert_equal()

@@ -19,8 +19,6 @@ from millrace.postgres.wire.connect import connect, resolve
 from millrace.snapshot.export import open_snapshot
 from millrace.split.plan import plan_parts
 
-pytestmark = pytest.mark.timeout(60)
-
 
 @pytest.fixture(scope="module")
 def tls_cluster() -> Iterator[Cluster]:

@@ -116,10 +116,10 @@ def test_routed_rows_are_emitted_to_their_shards_and_the_end_to_each_partition(
 
 def test_the_barrier_waits_for_open_transactions(tubes: TubeDatabase) -> None:
     tubes.run(ITEM)
-    tubes.run("SELECT tube_backfill_step2('1s')")
+    tubes.run("SELECT tube_backfill_step2('60s')")
     other = tubes.connect(autocommit=False)
     other.execute("SELECT 1")  # without an xid nobody waits for it
-    tubes.run("SELECT tube_backfill_step2('1s')")
+    tubes.run("SELECT tube_backfill_step2('60s')")
     other.execute("INSERT INTO item VALUES (1)")
     assert "did not end within" in tubes.fails("SELECT tube_backfill_step2('0.1s')")
     failed: list[BaseException] = []

@@ -15,8 +15,6 @@ from tests.fixtures.sql import execute, rows
 from millrace.clone.databases import create_sql, directory_of
 from millrace.postgres.program.embedded import Cluster, open_cluster
 
-pytestmark = pytest.mark.timeout(300)
-
 ODD = "Odd näme/../.x"
 PROPERTIES = (
     "SELECT datname, pg_encoding_to_char(encoding), datcollate, datctype, datlocprovider,"

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from tests.fixtures.changes import Transaction, append, join
+from tests.fixtures.wait import DEADLINE_SECONDS
 
 from millrace.change import SCHEMA
 from millrace.config.dsn import Dsn
@@ -113,7 +114,7 @@ def test_a_spool_in_tables_of_the_target_is_read(
             .trigger(availableNow=True)
             .start()
         )
-        assert query.awaitTermination(60)
+        assert query.awaitTermination(int(DEADLINE_SECONDS))
         assert spark.table("tabled").count() == 200
     finally:
         with connect(Dsn.parse(target_db), "test") as connection:

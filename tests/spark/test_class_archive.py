@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from pyspark import SparkContext
+from tests.fixtures.wait import DEADLINE_SECONDS
 
 from millrace.spark import java, session
 from millrace.spark.java import class_archive, class_archive_options, make_class_archive
@@ -33,7 +34,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=400)
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_SECONDS)
 
 
 @pytest.mark.slow

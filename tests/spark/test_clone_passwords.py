@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import secrets
-import socket
 import threading
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 from tests.fixtures.clone_program import CloneProgram
 from tests.fixtures.gate import GATED, gate_closed, waiting_at_gate
+from tests.fixtures.port import free_port
 from tests.fixtures.sql import execute
 from tests.fixtures.wait import DEADLINE_SECONDS, wait_for
 
@@ -77,8 +77,7 @@ def test_password_is_in_no_file_no_log_no_command_line_and_not_in_sparks_pages(
         cluster.uri(name, user="keeper", password=password, tcp=True)
         for name in ("kept", "kept_too")
     )
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     with CommandLines(password) as lines:
         with gate_closed(target_db):
             one = program(

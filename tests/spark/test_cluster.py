@@ -65,6 +65,10 @@ class ClusterProgram:
         """What the command printed; it must end well."""
         options = (*arguments, "--master", "local-cluster[2,2,1024]")
         options += ("--conf", "spark.executor.memory=512m")
+        # Or the first executor to come may do everything.
+        options += ("--conf", "spark.cores.max=4")
+        options += ("--conf", "spark.scheduler.minRegisteredResourcesRatio=1.0")
+        options += ("--conf", "spark.scheduler.maxRegisteredResourcesWaitingTime=300s")
         self.process.stdin.write(json.dumps([str(self.out), str(self.err), options]) + "\n")
         self.process.stdin.flush()
         with ThreadPoolExecutor(1) as threads:

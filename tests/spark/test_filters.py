@@ -10,6 +10,7 @@ import pytest
 from tests.fixtures.program import MILLRACE
 from tests.fixtures.rerouted import rerouted
 from tests.fixtures.sql import execute, rows
+from tests.fixtures.wait import DEADLINE_SECONDS
 
 from millrace.clone.progress import Reporter
 from millrace.clone.run import clone
@@ -209,7 +210,7 @@ def millrace(*arguments: str) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         env={**os.environ, "MILLRACE_CONFIG": os.devnull},
-        timeout=200,
+        timeout=DEADLINE_SECONDS,
     )
 
 

@@ -10,7 +10,7 @@ import psycopg
 import pytest
 from tests.fixtures.followed import Followed, open_followed, writing
 from tests.fixtures.sql import execute
-from tests.fixtures.wait import wait_for
+from tests.fixtures.wait import DEADLINE_SECONDS, wait_for
 
 from millrace.errors import ApplyError
 from millrace.follow import lookout
@@ -36,7 +36,7 @@ NAMES = {"child", "fresh", "fresh_parted", "renewed", "bare"}
 def followed(
     source_db: str, target_db: str, tmp_path: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Followed]:
-    monkeypatch.setattr(lookout, "LOOK_SECONDS", 0.5)
+    monkeypatch.setattr(lookout, "LOOK_SECONDS", 2.0)
     for uri in (source_db, target_db):
         execute(uri, BEFORE)
     execute(source_db, "INSERT INTO renewed VALUES (1, 'old')")
@@ -96,10 +96,14 @@ def test_new_tables_are_copied_and_followed_while_they_are_written_to(followed: 
             stop.set()
             writer.join()
     # Made and gone before anybody has looked twice, and of no interest to the target.
-    execute(followed.source, "CREATE TABLE fleeting (id int)", "INSERT INTO fleeting VALUES (1)")
-    execute(followed.source, "DROP TABLE fleeting")
+    execute(
+        followed.source,
+        "CREATE TABLE fleeting (id int)",
+        "INSERT INTO fleeting VALUES (1)",
+        "DROP TABLE fleeting",
+    )
     followed.set_endpos(followed.end())
-    running.join(120)
+    running.join(DEADLINE_SECONDS)
     assert followed.result.reached_endpos
     followed.assert_equal()
 
@@ -124,7 +128,7 @@ def test_a_table_that_the_target_lacks_stops_the_stream_until_it_is_there(
 
     running = threading.Thread(target=run)
     running.start()
-    running.join(120)
+    running.join(DEADLINE_SECONDS)
     # The lookout says when it was created, a change that comes earlier only that it is not there.
     assert "public.lacking" in str(caught[0])
     assert "the target has no such table" in str(caught[0])
@@ -133,6 +137,6 @@ def test_a_table_that_the_target_lacks_stops_the_stream_until_it_is_there(
     wait_for(lambda: requests(followed).get("lacking") is RequestState.DONE)
     execute(followed.source, "UPDATE lacking SET v = 'w'", "INSERT INTO lacking VALUES (2, 'x')")
     followed.set_endpos(followed.end())
-    again.join(120)
+    again.join(DEADLINE_SECONDS)
     assert followed.result.reached_endpos
     followed.assert_equal()

@@ -13,7 +13,9 @@ import psycopg
 import pytest
 from tests.fixtures.followed import SCHEMA, writing
 from tests.fixtures.program import MILLRACE
-from tests.fixtures.wait import DEADLINE_SECONDS
+from tests.fixtures.wait import DEADLINE_SECONDS, wait_for
+
+from millrace.clone.ready import is_finished
 
 FILTERS = """
 [exclude-table]
@@ -74,12 +76,10 @@ def test_a_filtered_database_is_moved_under_writers(ends: tuple[str, str], tmp_p
         )
     try:
         # The writers truncate, and no snapshot outlives that.
-        while not _is_copied(target):
-            assert moving.poll() is None, (tmp_path / "log").read_text()
-            time.sleep(0.1)
+        wait_for(lambda: is_finished(tmp_path / "work") or moving.poll() is not None)
+        assert moving.poll() is None, (tmp_path / "log").read_text()
         with writing(source, seed=7) as written:
-            while written() < 100:
-                time.sleep(0.1)
+            wait_for(lambda: written() >= 100)
             with psycopg.connect(source) as connection:
                 connection.execute(CHANGES)
         done = _run([*command, "cutover", "--quiet", *sides, "--filters", filters])
@@ -159,16 +159,6 @@ def test_half_a_copy_is_not_followed(source_db: str, target_db: str, tmp_path: P
     finally:
         cleaned = _run([*command, "stream", "cleanup", *sides, *slot])
     assert cleaned.returncode == 0, cleaned.stderr
-
-
-def _is_copied(target: str) -> bool:
-    """Whether the clone has made its foreign keys and all the rest."""
-    with psycopg.connect(target) as connection:
-        row = connection.execute(
-            "SELECT to_regclass('seat') IS NOT NULL AND EXISTS (SELECT FROM pg_constraint"
-            " WHERE conrelid = to_regclass('seat') AND contype = 'p')"
-        ).fetchone()
-    return row == (True,)
 
 
 def _run(command: list[object]) -> subprocess.CompletedProcess[str]:

@@ -69,8 +69,8 @@ def test_a_closed_terminal_leaves_no_slot_and_no_process(
             # Not before: the slot would wait for it.
             holder.execute("LOCK TABLE t IN ACCESS EXCLUSIVE MODE")
             wait_for(lambda: rows(source_db, WAITING) or process.poll())
-            family = psutil.Process(process.pid).children(recursive=True)
-            assert family
+            leader = psutil.Process(process.pid)
+            family = wait_for(lambda: leader.children(recursive=True), "Spark is started")
         assert process.wait(DEADLINE_SECONDS) == 129
     assert rows(source_db, SLOTS) == []
     assert rows(source_db, "SELECT pubname FROM pg_publication") == []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -12,10 +12,11 @@ from pathlib import Path
 import psycopg
 import pytest
 from tests.fixtures.followed import Silent, open_followed, writing
-from tests.fixtures.wait import wait_for
+from tests.fixtures.wait import DEADLINE_SECONDS, wait_for
 
 from millrace.cli.display import render_follow
 from millrace.follow import progress as progress_module
+from millrace.follow import source_watch
 from millrace.follow.metrics import StreamMetrics
 from millrace.follow.progress import FollowProgress
 from millrace.postgres.program.embedded import Cluster
@@ -69,6 +70,16 @@ def _metric(metrics: StreamMetrics, stream: str, name: str) -> float:
     return value
 
 
+def _shown(reporter: Silent, is_it: Callable[[FollowProgress], bool], why: str) -> FollowProgress:
+    """The first progress like that; the next one may be another."""
+
+    def look() -> FollowProgress | None:
+        last = reporter.last
+        return last if is_it(last) else None
+
+    return wait_for(look, why)  # type: ignore[return-value]
+
+
 def test_a_stalled_stream_is_behind_and_says_so(
     source_db: str,
     target_db: str,
@@ -79,14 +90,15 @@ def test_a_stalled_stream_is_behind_and_says_so(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(progress_module, "SILENT_SECONDS", 4.0)
+    monkeypatch.setattr(source_watch, "RATE_SECONDS", DEADLINE_SECONDS)
     with open_followed(source_db, target_db, tmp_path / "work", engine) as followed:
         reporter = followed.reporter = Orderly()
         with writing(followed.source, seed=11) as written:
             running = followed.start()
             wait_for(lambda: written() > 50)
-        wait_for(lambda: reporter.last.lag_bytes == 0, "it catches up")
-        assert reporter.last.lag_seconds == 0
-        assert render_follow(reporter.last).endswith("nothing to apply")
+        shown = _shown(reporter, lambda one: one.lag_bytes == 0, "it catches up")
+        assert shown.lag_seconds == 0
+        assert render_follow(shown).endswith("nothing to apply")
         with _stopped_walsender(followed.source, followed.slot):
             with psycopg.connect(followed.source, autocommit=True) as connection:
                 connection.execute("SET synchronous_commit = on")
@@ -94,10 +106,17 @@ def test_a_stalled_stream_is_behind_and_says_so(
                     "INSERT INTO transfer (note) SELECT string_agg(md5(i::text), '') FROM"
                     " generate_series(1, 700000) i GROUP BY i / 60"
                 )
-            wait_for(lambda: (reporter.last.lag_bytes or 0) > WRITTEN_BYTES, "it is far ahead")
-            wait_for(lambda: reporter.last.source.is_silent, "nothing comes")
-            wait_for(lambda: (reporter.last.lag_seconds or 0.0) > 4, "lag grows with time")
-            shown = reporter.last
+            _shown(reporter, lambda one: (one.lag_bytes or 0) > WRITTEN_BYTES, "it is far ahead")
+            # On a busy machine the source's own answer may be old, too, now and then.
+            shown = _shown(
+                reporter,
+                lambda one: (
+                    one.source.is_silent
+                    and (one.lag_seconds or 0.0) > 4
+                    and (one.source.age_seconds or 0.0) < 4
+                ),
+                "nothing comes, and lag grows with time",
+            )
             assert "nothing received from the source for" in render_follow(shown)
             assert "MB ahead" in render_follow(shown)
             assert "nothing to apply" not in render_follow(shown)
@@ -116,10 +135,13 @@ def test_a_stalled_stream_is_behind_and_says_so(
             labels = {"stream": followed.slot, "status": "reserved"}
             assert metrics.registry.get_sample_value("millrace_slot_wal_status", labels) == 1
             wait_for(lambda: "nothing received from the source for" in caplog.text, "it is logged")
-        wait_for(lambda: reporter.last.lag_bytes == 0, "it catches up again")
-        assert not reporter.last.source.is_silent
+        _shown(
+            reporter,
+            lambda one: one.lag_bytes == 0 and not one.source.is_silent,
+            "it catches up again",
+        )
         followed.set_endpos(followed.end())
-        running.join(60)
+        running.join(DEADLINE_SECONDS)
         assert not running.is_alive()
         assert not reporter.wrong
         followed.assert_equal()

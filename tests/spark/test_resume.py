@@ -12,6 +12,7 @@ import psycopg
 import pytest
 from tests.fixtures.program import MILLRACE
 from tests.fixtures.sql import execute, rows
+from tests.fixtures.wait import DEADLINE_SECONDS
 
 from millrace.clone import step
 from millrace.clone.progress import Progress, Reporter
@@ -40,7 +41,7 @@ def run_cli(
         env=os.environ | {"MILLRACE_FAILPOINTS": failpoints},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=DEADLINE_SECONDS,
     )
 
 

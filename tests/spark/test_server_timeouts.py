@@ -7,9 +7,8 @@ import time
 from pathlib import Path
 
 import psycopg
-import pytest
 from tests.fixtures.program import MILLRACE
-from tests.fixtures.wait import wait_for
+from tests.fixtures.wait import DEADLINE_SECONDS, wait_for
 
 from millrace.postgres.program.embedded import open_cluster
 
@@ -33,7 +32,7 @@ FILTERS = "[table-where]\npublic.slow_table = public.slow(id) > 0\n"
 
 def _limit(uri: str) -> None:
     """For the server, the database and the role."""
-    with psycopg.connect(uri, autocommit=True) as connection:
+    with _connect(uri) as connection:
         version = connection.info.server_version // 10000
         for name, since in TIMEOUTS.items():
             if version < since:
@@ -47,7 +46,6 @@ def _limit(uri: str) -> None:
         connection.execute("SELECT pg_reload_conf()")
 
 
-@pytest.mark.timeout(400)
 def test_a_stream_longer_than_every_timeout_begins_and_ends(tmp_path: Path) -> None:
     with open_cluster(18) as cluster:
         source = cluster.create_database("limited")
@@ -80,7 +78,7 @@ def test_a_stream_longer_than_every_timeout_begins_and_ends(tmp_path: Path) -> N
                 text=True,
             )
             assert done.returncode == 0, done.stdout + done.stderr + _log(tmp_path)
-            assert moving.wait(120) == 0, _log(tmp_path)
+            assert moving.wait(DEADLINE_SECONDS) == 0, _log(tmp_path)
         finally:
             moving.kill()
             moving.wait()

@@ -10,7 +10,7 @@ from typing import Any
 from tests.fixtures.followed import Followed, open_followed, writing
 from tests.fixtures.program import MILLRACE
 from tests.fixtures.syncing import request, run_sql, states_of, wait_until_done
-from tests.fixtures.wait import wait_for
+from tests.fixtures.wait import DEADLINE_SECONDS, wait_for
 
 from millrace.apply.table_state import SyncState
 from millrace.spark.session import Engine
@@ -21,7 +21,7 @@ def resync(followed: Followed, *arguments: str) -> tuple[int, dict[str, Any], st
     command = [*MILLRACE, "stream", "resync", *arguments, "--json"]
     ends = ["--source", followed.source, "--target", followed.target]
     command += [*ends, "--dir", str(followed.directory)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_SECONDS)
     return done.returncode, json.loads(done.stdout or "{}"), done.stderr
 
 

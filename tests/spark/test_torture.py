@@ -105,8 +105,8 @@ def test_a_third_of_all_kinds_of_interruption_at_random_moments_of_one_clone(
         told = "; ".join(map(str, schedule))
         raise AssertionError(f"again with MILLRACE_SEED={SEED}: {told}\n{error}") from error
     # Some may find nobody: a worker that has just ended, a clone that was done before its turn.
-    applied = campaign.figures.interruptions
-    assert len(applied) >= len(schedule) // 2, f"MILLRACE_SEED={SEED}: {applied}"
+    figures = campaign.figures
+    assert figures.total + figures.not_reached == len(schedule), f"MILLRACE_SEED={SEED}"
 
 
 @pytest.mark.parametrize("strategy", [schedules(), schedules_of_every_kind(), long_schedules(50)])

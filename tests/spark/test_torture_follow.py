@@ -84,7 +84,7 @@ def test_random_interruptions_of_a_busy_stream_leave_both_sides_equal(
     except AssertionError as error:
         told = "; ".join(map(str, schedule))
         raise AssertionError(f"again with MILLRACE_SEED={SEED}: {told}\n{error}") from error
-    assert campaign.figures.total >= len(schedule) // 2
+    assert campaign.figures.total + campaign.figures.not_reached == len(schedule)
     assert campaign.figures.transactions_meanwhile > 0
 
 

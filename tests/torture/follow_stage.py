@@ -44,8 +44,6 @@ SOURCE_SETTINGS = {
 CLUSTER = ("--master", "local-cluster[1,2,1024]", "--conf", "spark.executor.memory=512m")
 # Looking more often would slow down what is looked at.
 LOOK_SECONDS = 0.1
-# For small commands: set an end position, clean up.
-COMMAND_SECONDS = 180
 
 # Added in mid-stream, on the target first: a type, and a value for it.
 COLUMNS = (
@@ -340,7 +338,7 @@ class FollowPlay(Move):
     def _command(self, *arguments: str) -> None:
         """One that must succeed."""
         program = self.launch(*arguments)
-        if program.wait(COMMAND_SECONDS) != 0:
+        if program.wait() != 0:
             raise CampaignFailed(f"millrace {' '.join(arguments[:3])}: {program.printed()}")
 
 

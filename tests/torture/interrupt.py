@@ -21,7 +21,6 @@ BYTES = {After.SOURCE_BYTES: "source", After.TARGET_BYTES: "target"}
 SIGNALS = {Kind.TERMINATE: signal.SIGTERM, Kind.INTERRUPT: signal.SIGINT, Kind.QUIT: signal.SIGQUIT}
 # How long a worker may take to come.
 VICTIM_SECONDS = 5
-MOMENT_SECONDS = 240
 
 
 class CampaignFailed(AssertionError):
@@ -92,7 +91,7 @@ def first_of(
             result.append(False)
         return bool(result)
 
-    wait_for(look, why, MOMENT_SECONDS)
+    wait_for(look, why)
     return result[0]
 
 

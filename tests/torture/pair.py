@@ -30,8 +30,6 @@ DATABASE = "original"
 JOBS = ("--table-jobs=2", "--index-jobs=2", "--restore-jobs=2", "--large-objects-jobs=1")
 # Small enough that tables of both kinds are split: by their key, and by ctid.
 SPLIT = "--split-tables-larger-than=100 kB"
-# The backend of a killed client that is busy looks for it every five seconds.
-SESSIONS_SECONDS = 180
 
 _SESSIONS = """
 SELECT application_name, pid FROM pg_stat_activity WHERE datname = current_database()
@@ -154,9 +152,8 @@ class Move:
             wait_for(
                 lambda program=program: not program.left_behind(),  # type: ignore[misc]
                 f"processes of {program.log.name} are gone",
-                SESSIONS_SECONDS,
             )
-        wait_for(lambda: not self.sessions(), "sessions are gone", SESSIONS_SECONDS)
+        wait_for(lambda: not self.sessions(), "sessions are gone")
 
     def compare_rows(self, engine: Engine, snapshot: str | None = None) -> Verdict:
         """Every row of every table."""

@@ -19,6 +19,7 @@ from typing import Any
 
 import psycopg
 from psycopg import errors
+from tests.fixtures.wait import DEADLINE_SECONDS
 from tests.torture.ingredients import HARD_ACTIONS, OF_ACTION, Ingredient, write_domained
 
 CLIENTS = 4
@@ -502,7 +503,7 @@ class Workload:
             connection.execute(f"ROLLBACK PREPARED '{gid}'".encode())
 
 
-def patiently(uri: str, seconds: float = 60) -> Connection:
+def patiently(uri: str, seconds: float = DEADLINE_SECONDS) -> Connection:
     """A connection, as soon as the server takes one."""
     deadline = time.monotonic() + seconds
     while True:

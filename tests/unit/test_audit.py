@@ -9,13 +9,15 @@ import pytest
 from millrace.apply.table_state import SyncState, TableState
 from millrace.filter.exclusions import Exclusions
 from millrace.follow.audit.baseline import STREAM, Baseline
+from millrace.follow.audit.changed_columns import iter_changed_columns
 from millrace.follow.audit.closing import Judge
 from millrace.follow.audit.finding import Finding, FindingKind, acquit
 from millrace.follow.audit.source_state import SourceCounters, SourceTable, TableCounters
 from millrace.workdir.followed_table import FollowedTable
 
+COLUMNS = ((1, "id", "integer"), (2, "v", "text"))
 WHOLE = SourceTable(
-    1, "public", "whole", 1, "public", "whole", True, 100, True, True, False, frozenset({1, 2})
+    1, "public", "whole", 1, "public", "whole", True, 100, True, True, False, COLUMNS
 )
 KEYLESS = replace(WHOLE, oid=2, name="log", root_oid=2, root_name="log", sends_updates=False)
 UNLOGGED = replace(
@@ -173,6 +175,29 @@ def test_what_the_record_calls_inserts_only_is_not_whole() -> None:
         FindingKind.UNPROVED
     ]
     assert judged([WHOLE], moved, record=(replace(for_inserts, is_whole=True),)) == []
+
+
+@pytest.mark.parametrize(
+    ("columns", "filenode", "is_found"),
+    [
+        # Another type: with the rows written anew, and without. The same type, written anew.
+        (((1, "id", "integer"), (2, "v", "varchar")), 101, True),
+        (((1, "id", "integer"), (2, "v", "varchar")), 100, False),
+        (((1, "id", "integer"), (2, "v", "text")), 101, False),
+        # Dropped and added again; two that traded their names; a new one, and a new name.
+        (((1, "id", "integer"), (3, "v", "text")), 100, True),
+        (((1, "v", "integer"), (2, "id", "text")), 100, True),
+        (((1, "id", "integer"), (2, "v", "text"), (3, "w", "text")), 100, False),
+        (((1, "id", "integer"), (2, "w", "text")), 100, False),
+    ],
+)
+def test_columns_that_are_not_what_they_were_are_found(
+    columns: tuple[tuple[int, str, str], ...], filenode: int, is_found: bool
+) -> None:
+    now = replace(WHOLE, columns=columns, filenode=filenode)
+    assert bool(list(iter_changed_columns(WHOLE, now))) == is_found
+    unknown = replace(WHOLE, columns=tuple((number, "", "") for number, _, _ in WHOLE.columns))
+    assert list(iter_changed_columns(unknown, now)) == []
 
 
 def test_only_a_comparison_of_all_of_it_acquits() -> None:

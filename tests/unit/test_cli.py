@@ -22,8 +22,6 @@ from millrace.cli.main import Program, app, main, read_settings_file
 from millrace.clone.schema.entries import SchemaSettings
 from millrace.postgres.program.embedded import Cluster, open_cluster
 
-pytestmark = pytest.mark.timeout(60)
-
 SECRET = "s3cret"
 NOWHERE = "postgresql://ann@127.0.0.1:1/shop"
 

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 import pytest
 from prometheus_client import REGISTRY, generate_latest
 from prometheus_client.parser import text_string_to_metric_families as parse
+from tests.fixtures.port import free_port
 
 from millrace.errors import ConfigError
 from millrace.follow.metrics import StreamMetrics, serve_metrics
@@ -55,13 +56,6 @@ def render(progress: FollowProgress | None) -> str:
     if progress is not None:
         metrics.update(progress)
     return generate_latest(metrics.registry).decode()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def fetch(port: int) -> str:

@@ -61,7 +61,7 @@ def test_many_writers_do_not_get_in_each_others_way(tmp_path: Path) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join()
     with Sentinel(tmp_path) as sentinel:
         state = sentinel.read()
         assert state.received_lsn in {n * 1000 + 99 for n in range(4)}

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
+import pytest
+from tests.torture import __main__ as torture
+from tests.torture.figures import FollowFigures
+from tests.torture.ingredients import Ingredient
 from tests.torture.report import MARKS, put, render
+
+from millrace.engine import Engine
 
 BEGIN, END = MARKS["clone"]
 
@@ -47,3 +57,15 @@ def test_figures_of_streams_have_a_place_of_their_own() -> None:
 def test_failure_of_a_run_is_told_on_the_page() -> None:
     text = render({**FIGURES, "failure": "CampaignFailed: the target differs:\ntable x"})
     assert "It ended with a failure: CampaignFailed: the target differs:\n" in text
+
+
+def test_campaign_in_which_something_never_came_up_fails_and_names_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torture, "open_follow_stage", lambda seed: nullcontext(SimpleNamespace()))
+    options = Namespace(minutes=-1, seed=1, replay=None)
+    figures, failure = torture.run_streams(options, cast(Engine, None), Path())
+    assert isinstance(figures, FollowFigures)
+    assert failure == f"never came up: {'; '.join(Ingredient)}"
+    figures.ingredients.update(dict.fromkeys(Ingredient, 1))
+    assert figures.missing() == []

@@ -27,6 +27,7 @@ from millrace.postgres import run_record as record
 from millrace.postgres.quote import columns, literal, qualified
 from millrace.postgres.wire.connect import APPLICATION
 from millrace.postgres.wire.libpq import execute, open_session
+from millrace.postgres.wire.lock_wait import explain_lock_wait
 from millrace.postgres.wire.relay import CopyResult, relay
 from millrace.relation import Part, Table
 from millrace.retry import with_retries
@@ -133,7 +134,8 @@ def _named(error: MillraceError, part: PartStatements) -> MillraceError:
 
 
 def _log_retry(error: BaseException, pause: float) -> None:
-    log.warning("%s; trying again in %.1f s", error, pause)
+    hint = getattr(error, "hint", "")
+    log.warning("%s%s; trying again in %.1f s", error, f" ({hint})" if hint else "", pause)
 
 
 class _Pair:
@@ -161,8 +163,9 @@ class _Pair:
         """One attempt at one part."""
         try:
             return self._copy(part)
-        except BaseException:
+        except BaseException as error:
             self.close()
+            explain_lock_wait(error, self.task.source)
             raise
 
     def _copy(self, part: PartStatements) -> Outcome:

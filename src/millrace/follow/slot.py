@@ -5,9 +5,10 @@ Invariant: publications are made before the slot, and a slot is dropped only whi
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import psycopg
 
@@ -37,6 +38,9 @@ from millrace.snapshot.holder import SLOT_ATTEMPTS, create_slot
 Connection = psycopg.Connection[tuple[Any, ...]]
 
 PLUGINS = ("pgoutput", "test_decoding", "wal2json")
+# A server may take a moment to see that whoever read a slot has gone.
+LEAVING_SECONDS = 5.0
+POLL_SECONDS: Final = 0.1
 
 
 @dataclass(frozen=True)
@@ -116,18 +120,29 @@ def _set_identities(
 
 def drop_slot(connection: Connection, name: str) -> bool:
     """Drop the slot, if it is there; one that is being read is refused."""
-    state = read_slot(connection, name)
-    if state is None:
-        return False
+    until = time.monotonic() + LEAVING_SECONDS
+    while (state := read_slot(connection, name)) is not None:
+        try:
+            _require_unread(connection, state)
+        except ServerError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(POLL_SECONDS)
+            continue
+        with translated(f"dropping replication slot {name}"):
+            connection.execute("SELECT pg_drop_replication_slot(%s)", (name,))
+        return True
+    return False
+
+
+def _require_unread(connection: Connection, state: SlotState) -> None:
     if state.active_pid is not None:
         raise ServerError(
-            f"replication slot {name} is being read by process {state.active_pid} of the source",
+            f"replication slot {state.name} is being read by process {state.active_pid} of the "
+            "source",
             hint="stop the receiver first",
         )
-    require_unlocked(connection, name)
-    with translated(f"dropping replication slot {name}"):
-        connection.execute("SELECT pg_drop_replication_slot(%s)", (name,))
-    return True
+    require_unlocked(connection, state.name)
 
 
 @dataclass(frozen=True)

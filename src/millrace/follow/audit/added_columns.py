@@ -60,9 +60,9 @@ def find_added_columns(
     """Those of tables that are in both states."""
     then = {table.oid: table for table in before}
     added = {
-        table.oid: (table, table.columns - then[table.oid].columns)
+        table.oid: (table, numbers)
         for table in now
-        if table.oid in then and table.columns - then[table.oid].columns
+        if table.oid in then and (numbers := table.column_numbers - then[table.oid].column_numbers)
     }
     if not added:
         return []

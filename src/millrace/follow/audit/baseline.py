@@ -21,6 +21,7 @@ from millrace.follow.audit.source_state import (
     SourceCounters,
     SourceTable,
     TableCounters,
+    as_columns,
     read_counters,
     read_source_tables,
 )
@@ -154,11 +155,13 @@ def _write_tables(sentinel: Sentinel, tables: Iterable[SourceTable]) -> None:
 
 
 def _facts(table: SourceTable) -> str:
-    return json.dumps(asdict(table) | {"columns": sorted(table.columns)})
+    return json.dumps(asdict(table))
 
 
 def _table(facts: str) -> SourceTable:
     found = json.loads(facts)
     known = {one.name for one in fields(SourceTable)}
     values = {name: value for name, value in found.items() if name in known}
-    return SourceTable(**values | {"columns": frozenset(found["columns"])})
+    # An older release has written down the numbers of columns only.
+    columns = [one if isinstance(one, list) else (one, "", "") for one in found["columns"]]
+    return SourceTable(**values | {"columns": as_columns(columns)})

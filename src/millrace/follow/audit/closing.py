@@ -23,6 +23,7 @@ from millrace.filter.exclusions import Exclusions
 from millrace.follow.audit.added_columns import AddedColumn, find_added_columns
 from millrace.follow.audit.attached import find_attached
 from millrace.follow.audit.baseline import Baseline, read_baseline
+from millrace.follow.audit.changed_columns import iter_changed_columns
 from millrace.follow.audit.finding import LARGE_OBJECTS, Finding, FindingKind
 from millrace.follow.audit.large_objects import accuse, has_large_objects
 from millrace.follow.audit.source_state import (
@@ -114,6 +115,7 @@ def audit(
             *([objects] if objects else []),
             *find_attached(source, settings.left, setup, sentinel),
             *judge.dropped(target),
+            *judge.changed(),
             *judge.added(
                 find_added_columns(
                     source, target, before.tables.values(), tables.values(), settings.naming
@@ -208,6 +210,13 @@ class Judge:
             if self._naming.target(table.schema, table.name) in there:
                 reason = "it was dropped, renamed or moved on the source, and the target has it"
                 yield _finding(table, FindingKind.DROPPED, reason)
+
+    def changed(self) -> Iterator[Finding]:
+        """Tables whose rows were changed by ALTER TABLE, which nobody sends."""
+        for oid, table in self._tables.items():
+            before = self._before.tables.get(oid)
+            for reason in iter_changed_columns(before, table) if before else ():
+                yield _finding(table, FindingKind.UNPROVED, reason)
 
     def added(self, columns: Iterable[AddedColumn]) -> Iterator[Finding]:
         for one in columns:

@@ -11,7 +11,7 @@ the latest ten seconds after it has become idle (from version 15 on).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -51,8 +51,11 @@ SELECT c.oid::int8, n.nspname, c.relname, root.oid::int8, rn.nspname, root.relna
        c.relpersistence = 'p' AND CASE WHEN %(is_text)s THEN identity.is_there
                                        ELSE coalesce(sent.updates, false) END,
        c.relpersistence = 'p' AND (%(is_text)s OR coalesce(sent.is_for_all, false)),
-       array(SELECT a.attnum::int4 FROM pg_attribute a
-              WHERE a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped)
+       (SELECT coalesce(jsonb_agg(jsonb_build_array(a.attnum, a.attname,
+                                                    format_type(a.atttypid, a.atttypmod))
+                                  ORDER BY a.attnum), '[]')
+          FROM pg_attribute a
+         WHERE a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped)
   FROM ancestry a
   JOIN pg_class c ON c.oid = a.oid
   JOIN pg_namespace n ON n.oid = c.relnamespace
@@ -107,8 +110,8 @@ class SourceTable:
     sends_inserts: bool
     sends_updates: bool
     is_for_all: bool
-    # Numbers of its columns.
-    columns: frozenset[int]
+    # (number, name, type) of its columns. A number is never given to another one.
+    columns: tuple[tuple[int, str, str], ...]
 
     @property
     def label(self) -> str:
@@ -121,6 +124,10 @@ class SourceTable:
     @property
     def is_partition(self) -> bool:
         return self.oid != self.root_oid
+
+    @property
+    def column_numbers(self) -> frozenset[int]:
+        return frozenset(number for number, _, _ in self.columns)
 
 
 @dataclass(frozen=True)
@@ -183,7 +190,12 @@ def read_source_tables(connection: Connection, slot: str, plugin: str) -> dict[i
             _TABLES.format(by_schema=by_schema),
             {"publications": publications, "is_text": plugin != "pgoutput"},
         ).fetchall()
-    return {row[0]: SourceTable(*(*row[:-1], frozenset(row[-1]))) for row in rows}
+    return {row[0]: SourceTable(*(*row[:-1], as_columns(row[-1]))) for row in rows}
+
+
+def as_columns(found: Iterable[Sequence[Any]]) -> tuple[tuple[int, str, str], ...]:
+    """From JSON."""
+    return tuple((number, name, kind) for number, name, kind in found)
 
 
 def read_counters(connection: Connection) -> SourceCounters:

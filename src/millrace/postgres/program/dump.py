@@ -29,6 +29,8 @@ from millrace.postgres.catalog.schemas import OWN_SCHEMA
 from millrace.postgres.program.binaries import Installation
 from millrace.postgres.program.process import run_program
 from millrace.postgres.wire.connect import APPLICATION, connect, translated
+from millrace.postgres.wire.lock_wait import LOCK_NOT_AVAILABLE, explain_lock_wait
+from millrace.retry import ATTEMPTS
 from millrace.room import CATALOG_BYTES, NO_ROOM, RESUME, disk_error, no_room
 
 log = logging.getLogger(__name__)
@@ -60,6 +62,9 @@ _TIMEOUTS = (
     "idle_session_timeout",
     "transaction_timeout",
 )
+# How long pg_dump waits for the lock of a table; those of the snapshot's holder are not in its way.
+LOCK_TIMEOUT = "30s"
+_TIMED_OUT = "canceling statement due to statement timeout"
 _ENTRY = re.compile(r"(\d+); (\d+) (\d+) (.*)")
 
 
@@ -148,15 +153,34 @@ def dump_schema(
         "--no-blobs",
         # Somebody else's of that name was refused, or is left out.
         f"--exclude-schema={OWN_SCHEMA}",
+        f"--lock-wait-timeout={LOCK_TIMEOUT}",
         f"--file={draft}",
         f"--dbname={source.public_conninfo()}",
     ]
     if snapshot is not None:
         command.append(f"--snapshot={snapshot}")
-    _warn(_run(command, "dumping the schema of the source", source, role, file=draft))
+    _warn(_run_under_locks(command, source, role, draft))
     failpoint.hit("schema.drafted")
     draft.replace(path)
     return Archive(path, tools)
+
+
+def _run_under_locks(
+    command: list[str], source: Dsn, role: str, draft: Path
+) -> subprocess.CompletedProcess[str]:
+    """Wait for other sessions as long as it takes, but only so often for one that waits for us."""
+    attempts = 1
+    while True:
+        try:
+            return _run(command, "dumping the schema of the source", source, role, file=draft)
+        except ServerError as error:
+            if error.facts.get("sqlstate") != LOCK_NOT_AVAILABLE:
+                raise
+            if explain_lock_wait(error, source):
+                attempts += 1
+                if attempts > ATTEMPTS:
+                    raise
+            log.warning("%s (%s); trying again", error, error.hint)
 
 
 def dump_roles(tools: Installation, source: Dsn, *, passwords: bool) -> str:
@@ -205,6 +229,12 @@ def _run(
     if process.returncode and file is not None and NO_ROOM in process.stderr:
         reason = _first_error(process.stderr)
         raise no_room(file, reason, needed_bytes=CATALOG_BYTES, then=RESUME)
+    if process.returncode and "LOCK TABLE" in process.stderr and _TIMED_OUT in process.stderr:
+        raise ServerError(
+            f"{what}: no lock on a table within {LOCK_TIMEOUT}",
+            hint="another session holds an ACCESS EXCLUSIVE lock: wait for it, or end it",
+            sqlstate=LOCK_NOT_AVAILABLE,
+        )
     if process.returncode:
         raise ServerError(
             f"{what}: {_first_error(process.stderr)}",

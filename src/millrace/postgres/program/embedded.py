@@ -49,8 +49,10 @@ FOLDER_VARIABLE = "MILLRACE_EMBEDDED_DIR"
 _SOCKET_PORT = 5432  # every cluster has a socket folder of its own
 # sun_path holds 104 bytes on macOS; "/mr-XXXXXXXX/.s.PGSQL.65535.lock" takes 32 of them.
 _MAX_ROOT_BYTES = 60
-_PROGRAM_SECONDS = 120
-_CLOSE_SECONDS = 60
+# A server that fails says so at once; one on a busy machine takes its time.
+_PROGRAM_SECONDS = 300
+_START_SECONDS = "240"
+_CLOSE_SECONDS = 180
 _PORT_ATTEMPTS = 5
 _LOG_TAIL_LINES = 15
 _SETTINGS_FILE = "millrace.conf"
@@ -137,12 +139,12 @@ class Cluster:
         self.execute(statement.as_string())
 
     def start(self) -> None:
-        self._run("pg_ctl", "start", "-s", "-w", "-D", self.data_dir, "-l", self.log_file)
+        self._pg_ctl("start", "-l", self.log_file)
 
     def stop(self, mode: str = "fast") -> None:
         """Stop the server; one that is not running is left alone."""
         if self.running():
-            self._run("pg_ctl", "stop", "-s", "-w", "-D", self.data_dir, "-m", mode)
+            self._pg_ctl("stop", "-m", mode)
 
     def restart(self, mode: str = "fast") -> None:
         self.stop(mode)
@@ -242,6 +244,10 @@ class Cluster:
         _open_clusters.discard(self)
         os.close(self._lifeline)
         self._lifeline = -1
+
+    def _pg_ctl(self, what: str, *options: str | Path) -> None:
+        waiting = ("-s", "-w", "-t", _START_SECONDS)
+        self._run("pg_ctl", what, *waiting, "-D", self.data_dir, *options)
 
     def _run(self, program: str, *arguments: str | Path) -> None:
         """Run a program of this installation to its end, or raise with the end of the log."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,12 +22,12 @@ from urllib.parse import quote
 from millrace.consolidate.plan import SourcePlan
 from millrace.errors import WorkDirError
 from millrace.room import AGAIN, disk_error
-from millrace.workdir.format import check_format, write_format
+from millrace.workdir.database import open_shared
+from millrace.workdir.format import write_format
 from millrace.workdir.place import make_private
 
 FILE: Final = "consolidate.db"
 _FOLDER: Final = "sources"
-_BUSY_SECONDS: Final = 30.0
 _BYTES: Final = 1 << 20
 _SETUP: Final = """
 CREATE TABLE IF NOT EXISTS source (
@@ -105,14 +106,9 @@ class Registry:
     def __init__(self, directory: Path) -> None:
         make_private(directory)
         self._path = directory / FILE
+        self._lock = threading.Lock()
         with self._translated():
-            self._database = sqlite3.connect(
-                self._path, isolation_level=None, timeout=_BUSY_SECONDS, check_same_thread=False
-            )
-        self._database.row_factory = sqlite3.Row
-        check_format(self._database, self._path)
-        with self._translated():
-            self._database.execute("PRAGMA journal_mode = WAL")
+            self._database = open_shared(self._path)
             self._database.execute(_SETUP)
             write_format(self._database)
 
@@ -195,7 +191,8 @@ class Registry:
     @contextmanager
     def _translated(self) -> Iterator[None]:
         try:
-            yield
+            with self._lock:
+                yield
         except (sqlite3.Error, OSError) as error:
             raise disk_error(self._path, error, needed_bytes=_BYTES, then=AGAIN) from error
 

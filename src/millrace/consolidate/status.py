@@ -79,7 +79,7 @@ def _status(record: SourceRecord, *, is_running: bool) -> SourceStatus:
     progress: dict[str, Any] = record.progress
     age = time.time() - progress.get("noted_at", 0.0)
     lag = progress.get("lag_seconds")
-    if lag is not None and age > _STALE_SECONDS:
+    if lag is not None and (age > _STALE_SECONDS or not is_running):
         # Nobody looks after it: it falls behind by a second every second.
         lag += age
     return SourceStatus(

@@ -59,7 +59,7 @@ CHUNK_BYTES = 18 << 20
 # Pieces of work made while the target is busy with another.
 AHEAD = 2
 # After catching up: how long to gather changes before the next batch, and how long to stay
-# without any.
+# without any, where nobody says otherwise.
 GATHER_SECONDS = 0.1
 STAY_SECONDS = 2.0
 
@@ -107,6 +107,8 @@ class ApplyTask:
     # The work directory, if the task can reach it: it is steered from there, and stays a while
     # when it has caught up, because starting another costs more than waiting.
     directory: Path | None = None
+    # How long it stays without any change.
+    stay_seconds: float = STAY_SECONDS
     batch_bytes: int = BATCH_BYTES
     chunk_bytes: int = CHUNK_BYTES
     on_conflict: OnConflict = OnConflict.STOP
@@ -288,7 +290,7 @@ class _Run:
     def _next_range(self, lsn: int) -> Range | None:
         """What is to be applied next; None if this task has nothing more to do."""
         until = self._task.until_lsn
-        give_up_at = time.monotonic() + STAY_SECONDS
+        give_up_at = time.monotonic() + self._task.stay_seconds
         while True:
             state = self._sentinel.read() if self._sentinel else None
             if state is not None:

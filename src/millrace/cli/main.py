@@ -67,6 +67,11 @@ class Program(LazyGroup):
         "stream": Place(
             "millrace.cli.stream", "app", "The steps of following changes, one by one."
         ),
+        "consolidate": Place(
+            "millrace.cli.consolidate",
+            "app",
+            "Bring many databases into one, a schema for each of their schemas.",
+        ),
         "tube": Place(
             "millrace.cli.tube",
             "app",

@@ -136,6 +136,7 @@ class _Decider:
         self._exclude_schemas()
         self._exclude_tables()
         self._exclude_indexes()
+        self._exclude_views()
         self._skip_data()
         named = set(self.excluded) - self.inheriting
         self._exclude_dependents()
@@ -243,6 +244,11 @@ class _Decider:
             self.excluded.setdefault(key, rule.origin)
             if constraint := self.objects[key].constraint_oid:
                 self.excluded.setdefault((PG_CONSTRAINT_OID, constraint), rule.origin)
+
+    def _exclude_views(self) -> None:
+        views = [o for o in self.objects.values() if o.kind == "view"]
+        for key, rule in self._matches("exclude-view", views).items():
+            self.excluded.setdefault(key, rule.origin)
 
     def _owner_is_excluded(self, key: Key) -> bool:
         return (PG_CLASS_OID, self.objects[key].owner_oid) in self.excluded

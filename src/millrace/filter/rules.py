@@ -30,6 +30,7 @@ SECTIONS = {
     "exclude-table": 2,
     "exclude-table-data": 2,
     "exclude-index": 2,
+    "exclude-view": 2,
     "include-only-extension": 1,
     "exclude-extension": 1,
     "table-where": 2,
@@ -40,6 +41,7 @@ _ONE_OF = (
     ("include-only-table", "exclude-table"),
     ("include-only-extension", "exclude-extension"),
 )
+_NOT_OF_ROWS = frozenset(("exclude-index", "exclude-view"))
 _SHAPES = {1: "a name", 2: "schema.name", 3: "schema.table.column"}
 _CLOSING = {"/": "/", "[": "]", "{": "}", "(": ")", "<": ">"} | {c: c for c in "\"'|#$"}
 _QUOTED = re.compile(r'"((?:[^"]|"")*)"')
@@ -93,6 +95,11 @@ class FilterRules:
     @property
     def is_empty(self) -> bool:
         return not self.rules
+
+    @property
+    def keeps_all_rows(self) -> bool:
+        """Whether every table is there with all its rows and columns."""
+        return all(rule.section in _NOT_OF_ROWS for rule in self.rules)
 
     def of(self, section: str) -> tuple[Rule, ...]:
         return tuple(rule for rule in self.rules if rule.section == section)

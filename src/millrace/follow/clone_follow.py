@@ -16,6 +16,7 @@ from pathlib import Path
 
 from millrace.apply.warm_up import warm_up
 from millrace.clone.directory import read_setup
+from millrace.clone.progress import Reporter
 from millrace.clone.ready import has_every_row, is_finished, require_ready
 from millrace.clone.run import CloneResult, clone
 from millrace.clone.settings import CloneSettings
@@ -55,24 +56,45 @@ def clone_and_follow(
     route = replace(asked, source=resolve(asked.source), target=resolve(asked.target))
     clone_settings = replace(clone_settings, route=route)
     follow_settings = replace(follow_settings, route=route)
-    directory = clone_settings.directory
-    if not clone_settings.restart:
-        slot = choose_slot(directory, slot)
-    resumes_stream = clone_settings.resume and is_finished(directory)
-    if read_held(directory) is None and not resumes_stream:
-        # A slot is going to be made: what refuses the clone does so before.
-        require_ready(clone_settings)
-    if clone_settings.restart:
-        _refuse_held(directory)
-        slot = or_default(slot, read_slot_settings(directory))
-        forget_stream(clone_settings.route)
-    if resumes_stream:
+    slot = prepare_clone(clone_settings, slot)
+    if _is_resumed(clone_settings):
         return follow(follow_settings, engine, reporter)
     stream = Stream(follow_settings, engine)
-    with _beginning(clone_settings, slot), stream.copying():
-        threading.Thread(target=_warm_up, args=(engine,), daemon=True).start()
-        on_cloned(clone(clone_settings, engine, reporter))
+    on_cloned(clone_for(stream, clone_settings, slot, engine, reporter))
     return run_to_end(stream, reporter)
+
+
+def clone_for(
+    stream: Stream,
+    settings: CloneSettings,
+    slot: SlotSettings,
+    engine: Engine,
+    reporter: Reporter,
+) -> CloneResult:
+    """Clone under the slot's snapshot, while the stream receives and applies nothing."""
+    with _beginning(settings, slot), stream.copying():
+        threading.Thread(target=_warm_up, args=(engine,), daemon=True).start()
+        return clone(settings, engine, reporter)
+
+
+def prepare_clone(settings: CloneSettings, slot: SlotSettings) -> SlotSettings:
+    """Refuse what can't be cloned before a slot is made for it, and remove the stream of a clone
+    that starts over; the slot to make."""
+    directory = settings.directory
+    if not settings.restart:
+        slot = choose_slot(directory, slot)
+    if read_held(directory) is None and not _is_resumed(settings):
+        require_ready(settings)
+    if settings.restart:
+        _refuse_held(directory)
+        slot = or_default(slot, read_slot_settings(directory))
+        forget_stream(settings.route)
+    return slot
+
+
+def _is_resumed(settings: CloneSettings) -> bool:
+    """Whether only the stream is left of it."""
+    return settings.resume and is_finished(settings.directory)
 
 
 def _refuse_other_snapshots(settings: CloneSettings) -> None:

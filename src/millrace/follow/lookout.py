@@ -96,7 +96,7 @@ class Lookout:
         """Less those that filters leave out. What filters say takes a while to find out, so each
         table is asked about once."""
         rules = self._settings.filters
-        if not rules.is_empty and any(table not in self._excluded for table, _ in tables):
+        if not rules.keeps_all_rows and any(table not in self._excluded for table, _ in tables):
             kept = published(self._settings.source, rules) or set()
             self._excluded = {table for table, _ in tables if kept.isdisjoint(table.tree)}
         return [(table, why) for table, why in tables if table not in self._excluded]

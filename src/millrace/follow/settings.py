@@ -53,6 +53,11 @@ class FollowSettings(RouteSettings):
     keep_spool: bool = False
     # How often sequences are brought forward; 0: never.
     sequence_seconds: float = 60.0
+    # One target transaction for each of the source, so that all before a change that can't be
+    # applied is there.
+    one_by_one: bool = False
+    # How long a task that has caught up waits for more, before others have its place.
+    stay_seconds: float = 2.0
     left: Exclusions = field(default_factory=Exclusions)
     # Tables, as schema.name, that may differ at the end.
     accepted: frozenset[str] = frozenset()

@@ -179,7 +179,7 @@ def forget_stream(route: Route) -> None:
 
 def published(source: Dsn, rules: FilterRules) -> set[int] | None:
     """The OIDs of the tables that filters keep; None for all."""
-    if rules.is_empty:
+    if rules.keeps_all_rows:
         return None
     with connect(source, "filter") as connection, translated("reading the source's catalog"):
         decision = read_decision(connection, rules)
@@ -189,7 +189,7 @@ def published(source: Dsn, rules: FilterRules) -> set[int] | None:
 
 def read_left(source: Dsn, rules: FilterRules) -> Exclusions:
     """What filters leave out of the changes."""
-    if rules.is_empty:
+    if rules.keeps_all_rows:
         return Exclusions()
     with connect(source, "filter") as connection, translated("reading the source's catalog"):
         decision = read_decision(connection, rules)

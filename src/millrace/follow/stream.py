@@ -77,10 +77,13 @@ def open_catchup(
         place.encoding,
         on_conflict=settings.on_conflict,
         left=settings.left,
+        stay_seconds=settings.stay_seconds,
         naming=settings.naming,
         # Executors elsewhere have no such directory.
         directory=settings.directory if engine.is_local else None,
     )
+    if settings.one_by_one:
+        task = replace(task, batch_bytes=1)
     jobs = settings.apply_jobs or sentinel.read().apply_jobs or 1
     prunes = None if settings.keep_spool else place.prune
     catchup = Catchup(task, jobs, engine, sentinel, prunes=prunes)

@@ -22,14 +22,12 @@ from typing import Any
 from millrace.errors import WorkDirError
 from millrace.lsn import parse_lsn, render_lsn
 from millrace.room import AGAIN, CATALOG_BYTES, disk_error
-from millrace.workdir.format import check_format, write_format
+from millrace.workdir.database import open_shared
+from millrace.workdir.format import write_format
 from millrace.workdir.place import make_private
 from millrace.workdir.stream_binding import FILE, add_columns
 
 __all__ = ["FILE", "Sentinel", "SentinelState", "StreamSetup"]
-
-# How long a write may wait for another process.
-BUSY_SECONDS = 30.0
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS sentinel (
@@ -213,34 +211,14 @@ class Sentinel:
         self._lock = threading.Lock()
         with self._translated():
             make_private(directory)
-            self._database = sqlite3.connect(
-                self._path, check_same_thread=False, isolation_level=None, timeout=BUSY_SECONDS
-            )
-        self._database.row_factory = sqlite3.Row
+            self._database = open_shared(self._path)
         try:
-            check_format(self._database, self._path)
-            self._choose_journal()
-            self._database.execute("PRAGMA synchronous = NORMAL")
             self._database.executescript(SCHEMA)
             self._add_missing_columns()
             write_format(self._database)
         except sqlite3.Error as error:
             self._database.close()
             raise self._error(error) from error
-
-    def _choose_journal(self) -> None:
-        """Where two open a new file at once, SQLite refuses this to one of them without waiting:
-        its timeout is not for a lock that is to be raised."""
-        deadline = time.monotonic() + BUSY_SECONDS
-        while True:
-            try:
-                self._database.execute("PRAGMA journal_mode = WAL")
-                return
-            except sqlite3.OperationalError as error:
-                is_busy = error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY
-                if not is_busy or time.monotonic() > deadline:
-                    raise
-            time.sleep(0.01)
 
     def _add_missing_columns(self) -> None:
         """Of streams that began with an older release; their spool is in files."""

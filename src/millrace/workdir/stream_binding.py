@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Final
 
 from millrace.errors import WorkDirError
+from millrace.workdir.database import BUSY_SECONDS
 from millrace.workdir.format import check_format
 
 FILE: Final = "stream.db"
 # Streams of older releases lack these columns, and are bound to nothing.
 COLUMNS: Final = {"snapshot": "TEXT NOT NULL DEFAULT ''", "run_id": "TEXT NOT NULL DEFAULT ''"}
-BUSY_SECONDS: Final = 30.0
 
 
 @dataclass(frozen=True)

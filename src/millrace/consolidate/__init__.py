@@ -1,0 +1,1 @@
+"""Many databases into one: a schema of the target for each schema of each source."""

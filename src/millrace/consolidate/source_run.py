@@ -1,0 +1,281 @@
+"""One source, from its base copy on: copied, followed, halted and resumed, in a thread of its own.
+
+Invariant: whatever happens to a source happens to it alone, and is in the registry. While it is
+paused or halted its changes are still received, so that its server can let go of them; a halted
+source has everything applied that was committed before the change that it can't apply.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict
+
+from millrace.clone.directory import read_setup
+from millrace.clone.progress import Progress
+from millrace.clone.ready import has_every_row, is_finished
+from millrace.consolidate.registry import Registry, SourceRecord, SourceState
+from millrace.consolidate.settings import SourceSettings
+from millrace.engine import Engine
+from millrace.errors import ApplyError, FormatError, InvariantError, MillraceError, as_bug
+from millrace.follow.bound_copy import read_stream
+from millrace.follow.clone_follow import clone_for, prepare_clone
+from millrace.follow.feed import open_receiver, watched
+from millrace.follow.progress import FollowProgress
+from millrace.follow.stream import Stream
+from millrace.log import logged_as
+from millrace.receive.process import Receiver
+from millrace.retry import is_transient
+from millrace.workdir.sentinel import Sentinel
+from millrace.workdir.stream_state import StreamState
+
+log = logging.getLogger(__name__)
+
+# How often a source is looked after.
+POLL_SECONDS = 0.2
+# How often its progress is written down.
+NOTE_SECONDS = 1.0
+# Pauses after an error that may go away.
+FIRST_PAUSE_SECONDS = 1.0
+MOST_PAUSE_SECONDS = 60.0
+
+
+class _Halted(Exception):
+    """A change can't be applied, and everything before it is."""
+
+    def __init__(self, cause: MillraceError) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+
+
+class SourceRun:
+    """One source; `start` it, `stop` it. What it meets is in the registry, and never raised."""
+
+    def __init__(
+        self,
+        name: str,
+        find_settings: Callable[[SourceRecord], SourceSettings],
+        engine: Engine,
+        registry: Registry,
+        *,
+        copies: threading.Semaphore,
+        on_progress: Callable[[FollowProgress], None] = lambda progress: None,
+        on_copied: Callable[[SourceSettings], None] = lambda settings: None,
+    ) -> None:
+        """`find_settings` may ask servers. `copies`: so many base copies at once."""
+        self.name = name
+        self._find_settings = find_settings
+        self._engine = engine
+        self._registry = registry
+        self._copies = copies
+        self._on_progress = on_progress
+        self._on_copied = on_copied
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"source {name}", daemon=True)
+        self._noted_at = 0.0
+        self._stream: Stream | None = None
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End after what is under way; `join` waits for it."""
+        self._stopping.set()
+
+    def join(self) -> None:
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def _run(self) -> None:
+        pause = FIRST_PAUSE_SECONDS
+        with logged_as(self.name):
+            while not self._is_over():
+                began = time.monotonic()
+                try:
+                    with as_bug(f"source {self.name}"):
+                        self._live()
+                except (MillraceError, OSError, MemoryError) as error:
+                    self._fail(error)
+                    if time.monotonic() - began > 2 * MOST_PAUSE_SECONDS:
+                        pause = FIRST_PAUSE_SECONDS
+                    self._wait_for_retry(pause if _may_pass(error) else None)
+                    pause = min(2 * pause, MOST_PAUSE_SECONDS)
+
+    def _is_over(self) -> bool:
+        return self._stopping.is_set() or self._record().is_removed
+
+    def _record(self) -> SourceRecord:
+        return self._registry.require(self.name)
+
+    def _fail(self, error: Exception) -> None:
+        hint = getattr(error, "hint", "")
+        log.error("%s%s", error, f" ({hint})" if hint else "")
+        self._registry.enter(self.name, SourceState.FAILED, str(error), hint)
+
+    def _wait_for_retry(self, seconds: float | None) -> None:
+        """For so long, or until somebody asks; meanwhile, changes are received if they can be."""
+        until = None if seconds is None else time.monotonic() + seconds
+        with self._receiving():
+            while not self._is_over() and not self._registry.take_retry(self.name):
+                if until is not None and time.monotonic() > until:
+                    return
+                self._stopping.wait(POLL_SECONDS)
+
+    def _receiving(self) -> AbstractContextManager[None]:
+        """Of a source that is copied; one that can't be received says so in the log."""
+        record = self._record()
+        try:
+            settings = self._find_settings(record)
+            setup = read_stream(settings.directory)
+            if setup is None or not is_finished(settings.directory):
+                return nullcontext()
+            return _started(open_receiver(settings.follow(), setup, self.name))
+        except MillraceError as error:
+            log.debug("%s", error)
+            return nullcontext()
+
+    def _live(self) -> None:
+        """Until it is told to stop; raises what it can't live with."""
+        self._wait_while_paused()
+        settings = self._find_settings(self._record())
+        if not self._is_over() and not is_finished(settings.directory):
+            with self._copies:
+                if not self._is_over():
+                    self._copy(settings)
+        if is_finished(settings.directory):
+            self._on_copied(settings)
+        one_by_one = False
+        while not self._is_over():
+            try:
+                self._follow(settings, one_by_one=one_by_one)
+                one_by_one = False
+            except _Halted as halted:
+                if not one_by_one:
+                    # Once more, so that everything before that change is applied.
+                    log.warning("%s; applying what comes before it", halted)
+                    one_by_one = True
+                    continue
+                self._halt(settings, halted.cause)
+                one_by_one = False
+
+    def _wait_while_paused(self) -> None:
+        while not self._is_over() and self._record().is_paused:
+            self._registry.enter(self.name, SourceState.PAUSED)
+            self._stopping.wait(POLL_SECONDS)
+
+    def _copy(self, settings: SourceSettings) -> None:
+        """The base copy: begun, or, if an earlier one was interrupted, continued or made anew."""
+        self._registry.enter(self.name, SourceState.COPYING)
+        begun = read_setup(settings.directory) is not None
+        resumes = begun and has_every_row(settings.clone())
+        restarts = (begun or read_stream(settings.directory) is not None) and not resumes
+        if restarts:
+            log.warning("the base copy was interrupted, and is made anew")
+        asked = settings.clone(resume=resumes, restart=restarts)
+        slot = prepare_clone(asked, settings.slot)
+        stream = Stream(settings.follow(), self._engine, name=self.name)
+        try:
+            clone_for(stream, asked, slot, self._engine, _Quiet())
+        finally:
+            stream.stop()
+        log.info("copied")
+
+    def _follow(self, settings: SourceSettings, *, one_by_one: bool) -> None:
+        """Apply until told to stop, or until a change can't be applied; one by one, until there is
+        nothing left."""
+        with Sentinel(settings.directory) as sentinel:
+            sentinel.set_apply(not self._record().is_paused)
+            stream = Stream(settings.follow(one_by_one=one_by_one), self._engine, name=self.name)
+            try:
+                self._registry.take_retry(self.name)
+                state = stream.open()
+                while state.is_running and not self._is_over():
+                    paused = self._record().is_paused
+                    sentinel.set_apply(not paused)
+                    self._note(stream, SourceState.PAUSED if paused else SourceState.FOLLOWING)
+                    state = stream.step(POLL_SECONDS)
+                    if one_by_one and state is StreamState.FOLLOWING:
+                        return
+            finally:
+                stream.stop(cancels=True)
+            if state is StreamState.FAILED:
+                assert stream.failure is not None
+                if isinstance(stream.failure, ApplyError | FormatError):
+                    raise _Halted(stream.failure)
+                raise stream.failure
+
+    def _halt(self, settings: SourceSettings, cause: MillraceError) -> None:
+        """Receive, and apply nothing, until somebody has mended what is wrong."""
+        log.error("halted: %s%s", cause, f" ({cause.hint})" if cause.hint else "")
+        self._registry.enter(self.name, SourceState.HALTED, cause.message, cause.hint)
+        with Sentinel(settings.directory) as sentinel:
+            sentinel.set_apply(False)
+            stream = Stream(settings.follow(), self._engine, name=self.name)
+            try:
+                state = stream.open()
+                while state.is_running and not self._is_over():
+                    if self._registry.take_retry(self.name):
+                        return
+                    self._note(stream, None)
+                    state = stream.step(POLL_SECONDS)
+            finally:
+                stream.stop()
+            if state is StreamState.FAILED:
+                assert stream.failure is not None
+                raise stream.failure
+
+    def _note(self, stream: Stream, state: SourceState | None) -> None:
+        """Write down how it is doing; None leaves the state as it is."""
+        self._on_progress(stream.progress)
+        if time.monotonic() - self._noted_at < NOTE_SECONDS:
+            return
+        self._noted_at = time.monotonic()
+        if state is not None:
+            self._registry.enter(self.name, state)
+        self._registry.note_progress(self.name, describe_progress(stream.progress))
+
+
+@contextmanager
+def _started(receiver: Receiver) -> Iterator[None]:
+    """A receiver alone, for as long as nothing can be applied."""
+    receiver.start()
+    try:
+        with watched(receiver):
+            yield
+    finally:
+        receiver.stop()
+
+
+class _Quiet:
+    """Nobody watches a base copy part by part."""
+
+    def update(self, progress: Progress) -> None:
+        """Nothing: what matters is in the registry and the log."""
+
+
+def describe_progress(progress: FollowProgress) -> dict[str, object]:
+    """For the registry; what is not known is None."""
+    found = asdict(progress)
+    kept = ("received_lsn", "applied_lsn", "lag_bytes", "lag_seconds", "changes_per_second")
+    source = progress.source
+    return {
+        **{name: found[name] for name in kept},
+        "changes": progress.changes,
+        "wal_status": source.wal_status,
+        "retained_bytes": source.retained_bytes,
+        "seconds_until_lost": source.seconds_until_lost,
+        "is_silent": source.is_silent,
+        "noted_at": time.time(),
+    }
+
+
+def _may_pass(error: Exception) -> bool:
+    """Whether trying again without anybody's help makes sense."""
+    return is_transient(error) and not isinstance(error, InvariantError)

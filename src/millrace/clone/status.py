@@ -1,6 +1,6 @@
 """The status of a run, seen from outside: from its work directory and its target.
 
-Invariant: looking changes nothing and holds up nobody, whether the run goes on, has stopped or
+Invariant: looking changes nothing and blocks nobody, whether the run is running, has stopped or
 has finished. What is copied is what the target has records of; without them, what the work
 directory says.
 """
@@ -36,7 +36,7 @@ Connection = psycopg.Connection[tuple[Any, ...]]
 
 @dataclass(frozen=True)
 class Count:
-    """So many of so many."""
+    """A number done, out of a total."""
 
     done: int
     total: int
@@ -52,7 +52,7 @@ class Standing:
     snapshot: str | None
     started_at: str
     finished_at: str | None
-    # running, not running or finished; one that is not running can be gone on with.
+    # running, not running or finished; one that is not running can be continued.
     status: str
     # Steps that are done, in their order.
     steps: tuple[str, ...]
@@ -108,7 +108,7 @@ class _Seen:
 
 
 def read_standing(directory: Path, target: Dsn | None = None) -> Standing:
-    """Where the run of a directory stands; what is running right now only with its target."""
+    """The status of the run in a directory; what is running right now only with its target."""
     written = _read_written(directory)
     return _standing(written, None if target is None else _look(target, written.setup))
 

@@ -43,7 +43,7 @@ class Count:
 
 
 @dataclass(frozen=True)
-class Standing:
+class RunStatus:
     """A run, as far as it has come."""
 
     run_id: str
@@ -107,10 +107,10 @@ class _Seen:
     indexes: list[RunningIndex] = field(default_factory=list)
 
 
-def read_standing(directory: Path, target: Dsn | None = None) -> Standing:
+def read_run_status(directory: Path, target: Dsn | None = None) -> RunStatus:
     """The status of the run in a directory; what is running right now only with its target."""
     written = _read_written(directory)
-    return _standing(written, None if target is None else _look(target, written.setup))
+    return _run_status(written, None if target is None else _look(target, written.setup))
 
 
 def _read_written(directory: Path) -> _Written:
@@ -176,14 +176,14 @@ def _read_records(
     return {(part.table_oid, part.part): part for _, part in found}
 
 
-def _standing(written: _Written, seen: _Seen | None) -> Standing:
+def _run_status(written: _Written, seen: _Seen | None) -> RunStatus:
     setup = written.setup
     copied = written.copied
     if seen is not None and seen.copied is not None:
         copied = seen.copied
     running = [] if seen is None else [c for c in seen.copies if _is_open(c, written, copied)]
     progress = _progress(written, copied, running)
-    return Standing(
+    return RunStatus(
         run_id=setup["run_id"],
         source=setup["source"],
         target=setup["target"],

@@ -11,7 +11,7 @@ Which columns are there depends on the operation:
               that the update left alone are in neither, but named in unchanged
     delete    old
     truncate  neither; a row for each table, with one lsn for the tables of one statement
-    message   neither, but prefix and content; it is of no table, so what speaks of one is NULL
+    message   neither, but prefix and content; it is of no table, so what describes one is NULL
 
 Partitions go by the name of the topmost table they belong to, but in a truncate by their own: what
 else the table holds stays.
@@ -44,7 +44,7 @@ OPERATIONS: Final = (INSERT, UPDATE, DELETE, TRUNCATE, MESSAGE)
 # By pg_class.relreplident.
 REPLICA_IDENTITIES: Final = {"d": "default", "i": "index", "f": "full", "n": "nothing"}
 
-# What stands in `options` of a truncate.
+# What is in `options` of a truncate.
 CASCADE: Final = "cascade"
 RESTART_IDENTITY: Final = "restart_identity"
 
@@ -65,7 +65,7 @@ SCHEMA: Final = pa.schema(
         # pg_class.oid on the source: it stays the same when the table is renamed.
         ("relation_oid", pa.int64()),
         ("operation", pa.string()),
-        # default, index, full or nothing: what the source tells of the old row.
+        # default, index, full or nothing: what the source sends of the old row.
         ("replica_identity", pa.string()),
         ("key", _NAMES),
         ("old", ROW),

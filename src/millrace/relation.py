@@ -86,7 +86,7 @@ class Index:
     name: str
     definition: str
     is_unique: bool
-    # Statements to run once the index stands: clustering, replica identity, statistics, options,
+    # Statements to run once the index is built: clustering, replica identity, statistics, options,
     # extensions it depends on.
     after: tuple[str, ...] = ()
     tablespace: str | None = None

@@ -24,7 +24,7 @@ from tests.fixtures.wait import DEADLINE_SECONDS
 from millrace.clone.progress import Reporter
 from millrace.clone.run import clone
 from millrace.clone.settings import CloneSettings
-from millrace.clone.status import read_standing
+from millrace.clone.status import read_run_status
 from millrace.config.dsn import Dsn
 from millrace.errors import WorkDirError
 from millrace.route import Route
@@ -216,6 +216,6 @@ def test_another_target_is_refused(
         connection.execute("CREATE TABLE a (id int PRIMARY KEY)")
     source, target = Dsn.parse(source_db), Dsn.parse(target_db)
     clone(CloneSettings(Route(source, target, tmp_path)), engine, reporter)
-    assert read_standing(tmp_path, target).status == "finished"
+    assert read_run_status(tmp_path, target).status == "finished"
     with pytest.raises(WorkDirError, match="the run copies to"):
-        read_standing(tmp_path, source)
+        read_run_status(tmp_path, source)

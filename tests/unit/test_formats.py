@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from millrace.clone.directory import catalog_path, read_naming, read_setup
-from millrace.clone.status import read_standing
+from millrace.clone.status import read_run_status
 from millrace.errors import WorkDirError
 from millrace.workdir.format import FORMAT
 from millrace.workdir.sentinel import Sentinel
@@ -89,7 +89,7 @@ def test_the_stream_of_an_older_release_continues_where_it_was(tmp_path: Path) -
 READERS: dict[str, list[Callable[[Path], object]]] = {
     "schema/source.db": [
         read_setup,
-        read_standing,
+        read_run_status,
         lambda directory: Store(catalog_path(directory), read_only=True),
     ],
     "stream.db": [Sentinel, read_binding],

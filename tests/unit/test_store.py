@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from millrace.clone.progress import RunningCopy, part_label, weigh_copies
-from millrace.clone.status import Count, read_standing
+from millrace.clone.status import Count, read_run_status
 from millrace.errors import WorkDirError
 from millrace.relation import (
     Column,
@@ -62,8 +62,8 @@ def store(tmp_path: Path) -> Store:
     return store
 
 
-def test_standing_counts_what_is_done(store: Store, tmp_path: Path) -> None:
-    begun = read_standing(tmp_path)
+def test_run_status_counts_what_is_done(store: Store, tmp_path: Path) -> None:
+    begun = read_run_status(tmp_path)
     assert (begun.status, begun.percent, begun.steps) == ("not running", 0.0, ())
     assert begun.tables == Count(0, 2)
 
@@ -73,7 +73,7 @@ def test_standing_counts_what_is_done(store: Store, tmp_path: Path) -> None:
     store.write_timing("index", "s.t1_pkey", 0.1, oid=11)
     store.write_timing("constraint", "s.t1", 0.1, oid=1)
     store.write_timing("step", "dump the schema", 0.1)
-    found = read_standing(tmp_path)
+    found = read_run_status(tmp_path)
     assert found.tables == Count(1, 2)
     assert found.parts == Count(2, 3)
     assert found.indexes == Count(1, 3)
@@ -87,7 +87,7 @@ def test_standing_counts_what_is_done(store: Store, tmp_path: Path) -> None:
 
     store.write_timing("foreign key", "fk", 0.1, oid=21)
     store.write_finished()
-    ended = read_standing(tmp_path)
+    ended = read_run_status(tmp_path)
     assert (ended.status, ended.foreign_keys) == ("finished", Count(1, 1))
     store.close()
 
@@ -105,7 +105,7 @@ def test_status_is_that_of_the_process_that_holds_the_directory(
     store: Store, tmp_path: Path
 ) -> None:
     with open_lock(tmp_path):
-        assert read_standing(tmp_path).status == "running"
+        assert read_run_status(tmp_path).status == "running"
         # Looking does not take the lock, nor does it let go of it.
         with pytest.raises(WorkDirError, match="another millrace"), open_lock(tmp_path):
             pass
@@ -113,7 +113,7 @@ def test_status_is_that_of_the_process_that_holds_the_directory(
     gone.wait()
     (tmp_path / "millrace.pid").write_text(f"pid {gone.pid} since today\n")
     assert read_holder(tmp_path) is None
-    assert read_standing(tmp_path).status == "not running"
+    assert read_run_status(tmp_path).status == "not running"
     (tmp_path / "millrace.pid").write_text("")
     assert read_holder(tmp_path) is None
     store.close()
@@ -161,7 +161,7 @@ def test_run_of_a_dead_process_can_be_read(tmp_path: Path) -> None:
     log = path.with_name("source.db-wal")
     assert log.stat().st_size > 0
     before = log.read_bytes()
-    assert read_standing(tmp_path).steps == ("the last",)
+    assert read_run_status(tmp_path).steps == ("the last",)
     assert log.read_bytes() == before
 
 
@@ -170,7 +170,7 @@ def test_run_of_another_user_can_be_read(store: Store, tmp_path: Path) -> None:
     store.close()
     (tmp_path / "schema").chmod(0o555)
     try:
-        assert read_standing(tmp_path).run_id == "abc"
+        assert read_run_status(tmp_path).run_id == "abc"
     finally:
         (tmp_path / "schema").chmod(0o755)
 
@@ -190,14 +190,14 @@ def test_directories_that_are_made_are_for_nobody_else(tmp_path: Path) -> None:
 
 def test_directory_without_a_run_is_refused_and_left_alone(tmp_path: Path) -> None:
     with pytest.raises(WorkDirError, match="there is no run"):
-        read_standing(tmp_path)
+        read_run_status(tmp_path)
     assert list(tmp_path.iterdir()) == []
     Store(tmp_path / "schema" / "source.db").close()
     with pytest.raises(WorkDirError, match="not begun"):
-        read_standing(tmp_path)
+        read_run_status(tmp_path)
     (tmp_path / "schema" / "source.db").write_bytes(b"")
     with pytest.raises(WorkDirError, match="being made"):
-        read_standing(tmp_path)
+        read_run_status(tmp_path)
     (tmp_path / "schema" / "source.db").write_bytes(b"not a database, and long enough to be one")
     with pytest.raises(WorkDirError, match="can't read"):
-        read_standing(tmp_path)
+        read_run_status(tmp_path)

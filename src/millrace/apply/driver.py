@@ -1,6 +1,6 @@
 """The driver's side of apply: ranges of the spool become tasks.
 
-Invariant: a worker asks for the next task only after the last one has told where it left the
+Invariant: a worker asks for the next task only after the last one has reported where it left the
 stream; what the target says is the truth, what is noted here is for people.
 
 Each worker has tables of its own and a position of its own. With one worker, the default, no
@@ -66,7 +66,7 @@ class Counts:
 
 
 class Catchup:
-    """Applies the spool until told that it is whole."""
+    """Applies the spool until it is reported complete."""
 
     def __init__(
         self,

@@ -91,7 +91,7 @@ class NetChanges:
 
 
 def fold(rows: Rows, key: Numbers, *, is_multiset: bool) -> NetChanges:
-    """Fold changes; `key` are the numbers of the columns that tell rows apart.
+    """Fold changes; `key` are the numbers of the columns that identify rows.
 
     With `is_multiset` these are all columns, and rows may be equal.
     """

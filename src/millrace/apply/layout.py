@@ -1,7 +1,7 @@
 """Relations of one name as one table: its columns in order, and the key that identifies rows.
 
-Invariant: relations share a layout only if a row of any of them can be told from the rows of all
-the others by the layout's key; so their changes can be folded together.
+Invariant: relations share a layout only if a row of any of them can be distinguished from the rows
+of all the others by the layout's key; so their changes can be folded together.
 
 Partitions of a root have the same columns, perhaps in another order, but each has a replica
 identity of its own. They go together if that is a key of the whole root. The old rows that a

@@ -162,7 +162,7 @@ def open_position(kind: str, name: str) -> Position:
 
 
 def read_position(connection: Connection, name: str) -> int | None:
-    """Where the stream stands; None if the target knows no such stream."""
+    """The position of the stream; None if the target knows no such stream."""
     with translated("reading the position on the target"):
         origin = connection.execute(
             "SELECT coalesce(s.remote_lsn, '0/0')::text FROM pg_replication_origin AS o"

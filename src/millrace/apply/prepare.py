@@ -283,7 +283,7 @@ class _Encoder:
 
 def _columns(values: Values, places: NDArray[np.int64]) -> Values:
     if len(places) == values.at.shape[1]:
-        return values  # all of them: they stand in the relation's order
+        return values  # all of them: they are in the relation's order
     return values.columns(places)
 
 

@@ -154,7 +154,7 @@ def _by_name(relations: list[RelationVersion]) -> list[list[RelationVersion]]:
 def _by_layout(
     messages: Messages, chosen: NDArray[np.int64], relations: list[RelationVersion]
 ) -> Iterator[tuple[Layout, NDArray[np.int64]]]:
-    """The rows of one name, cut where they can't go on together; most often that is nowhere."""
+    """The rows of one name, cut where they can't be handled together; often nowhere."""
     layouts = plan_layouts(relations)
     if len(layouts) == 1:
         yield layouts[0], chosen

@@ -48,7 +48,7 @@ class TablePlan:
     table: TargetTable
     # Generated ones are here only if they are part of the key, and are never written.
     columns: tuple[MappedColumn, ...]
-    # Of `columns`, those that tell rows apart; empty if only inserts can come.
+    # Of `columns`, those that identify rows; empty if only inserts can come.
     key: tuple[MappedColumn, ...]
     # No key: rows are known by all their values, and may be equal.
     is_multiset: bool
@@ -334,7 +334,7 @@ class TablePlan:
     def _source(self, kind: str) -> str:
         if not self.is_multiset:
             return f"{self.stage(kind)} AS s"
-        # The text of a whole row, NULLs and empty strings told apart.
+        # The text of a whole row, with NULLs distinct from empty strings.
         names = [ident(column.target.name) for column in self.key]
         theirs = ", ".join(f"r.{name}" for name in names)
         ours = ", ".join(
@@ -408,7 +408,7 @@ def _map_column(
 def _choose_key(
     relation: RelationVersion, table: TargetTable, columns: Sequence[MappedColumn]
 ) -> tuple[tuple[MappedColumn, ...], bool]:
-    """(the columns that tell rows apart, whether even they may not)."""
+    """(the columns that identify rows, whether even they may not)."""
     by_name = {column.target.name: column for column in columns}
     if relation.replica_identity == "f":
         for names in table.telling_keys:
@@ -417,7 +417,7 @@ def _choose_key(
         return tuple(columns), True
     names = tuple(column.name for column in relation.columns if column.is_key)
     if not names and table.telling_keys and not any(c.type_oid for c in relation.columns):
-        # The plugin does not tell; the target's key is the source's.
+        # The plugin does not say; the target's key is the source's.
         names = table.telling_keys[0]
     if _is_half_key(set(names), table):
         return (), False

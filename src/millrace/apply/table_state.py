@@ -1,6 +1,6 @@
 """The state of single tables of a stream: rows on the target, changed together with the table.
 
-Invariant: a state commits together with the rows that it speaks of, and while no batch of the
+Invariant: a state commits together with the rows that it describes, and while no batch of the
 table's worker is open; so a batch is applied under one set of states, from its begin to its commit.
 
 A table without a row here is followed from the stream's beginning. One that is copied again goes

@@ -48,7 +48,7 @@ class TargetTable:
     columns: tuple[TargetColumn, ...]
     # Column names of each unique index over plain columns.
     unique_keys: tuple[tuple[str, ...], ...]
-    # Of these, the ones that tell any two rows apart at any time: they are not deferrable, and no
+    # Of these, the ones that identify a row at any time: they are not deferrable, and no
     # column can be null. The primary key first.
     telling_keys: tuple[tuple[str, ...], ...]
     # Of the unique ones, those by which a row is found with the columns' own equality.

@@ -1,7 +1,7 @@
 """Applying a stretch of the spool: what one Spark task does.
 
 Invariant: a batch is whole source transactions and one target transaction, which also advances the
-position; a second attempt begins where the position stands, so nothing is applied twice and
+position; a second attempt begins at the position, so nothing is applied twice and
 nothing is left out, whatever became of the first.
 
 A transaction larger than memory streams through: its chunks are folded one after the other, in
@@ -75,7 +75,7 @@ SESSION = (
 )
 
 # What is read of the target's tables waits for no lock that apply itself may hold (see
-# target_table). Should it wait all the same, the wait must end: apply would never go on.
+# target_table). Should it wait nevertheless, the wait must end: apply would never continue.
 CATALOG_LOCK_TIMEOUT = "60s"
 
 # What is called at a logical message's place in the stream: everything before it is applied, in
@@ -102,7 +102,7 @@ class ApplyTask:
     # Transactions that end after this stay; None for all there are. With `directory`, the end
     # position of the sentinel counts instead, which may change meanwhile.
     until_lsn: int | None = None
-    # The task ends with the first batch after so many seconds.
+    # The task ends with the first batch after this time.
     seconds: float = 10.0
     # The work directory, if the task can reach it: it is steered from there, and stays a while
     # when it has caught up, because starting another costs more than waiting.
@@ -157,7 +157,7 @@ class _Batch:
 
 
 def apply_spool(task: ApplyTask, attempt: int = 0) -> ApplyOutcome:
-    """Apply what the spool holds; lost connections are made anew, other errors are returned."""
+    """Apply what the spool holds; lost connections are opened again, other errors are returned."""
     run = _Run(task)
     try:
         with as_bug(f"applying stream {task.stream}"):

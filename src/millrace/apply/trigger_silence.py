@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 Connection = psycopg.Connection[tuple[Any, ...]]
 
-# How long to wait for a lock before telling who holds it; then the wait goes on.
+# How long to wait for a lock before logging who holds it; then the wait continues.
 LOCK_WAIT: Final = "10s"
 # Of how many tables triggers are named when a stream begins.
 _NAMED_TABLES: Final = 10

@@ -295,7 +295,7 @@ class CommandOptions:
         return Engine(master, parse_conf(self.conf), log_path, streams=streams or self.follow)
 
     def apply_workers(self) -> int:
-        """As many as asked for, or as the stream began with: so many tasks run at once."""
+        """As many as requested, or as the stream began with; that number of tasks runs at once."""
         if self.apply_jobs is not None:
             return self.apply_jobs
         if not has_stream(self.directory):

@@ -51,7 +51,7 @@ class Display(AbstractContextManager["Display"]):
         return None
 
     def update(self, progress: Progress) -> None:
-        """Take note of where the run stands."""
+        """Take note of the run's progress."""
 
     def update_follow(self, progress: FollowProgress) -> None:
         """Take note of how far the stream is."""
@@ -97,7 +97,7 @@ class LiveDisplay(Display):
 
 
 def render_line(progress: Progress) -> str:
-    """Where a run stands, in one line."""
+    """The progress of a run, in one line."""
     seconds = max(progress.seconds(), 0.001)
     moving = sum(copy.bytes for _, copy in progress.running_copies)
     rows = progress.copied_rows + sum(copy.rows for _, copy in progress.running_copies)
@@ -127,7 +127,7 @@ def render_block(progress: Progress) -> Group:
 
 
 def render_follow(progress: FollowProgress) -> str:
-    """Where a stream stands, in one line."""
+    """The progress of a stream, in one line."""
     parts = [
         f"received {render_lsn(progress.received_lsn)}",
         f"spooled {render_lsn(progress.flushed_lsn)}",

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from millrace.cli import options
 from millrace.cli.display import console, running_lines
-from millrace.clone.status import Count, Standing, read_standing
+from millrace.clone.status import Count, RunStatus, read_run_status
 from millrace.config.size import render_size
 from millrace.log import setup_logging
 from millrace.lsn import render_lsn
@@ -34,18 +34,18 @@ def progress(
     """
     setup_logging(quiet=True)
     dsn = options.parse_dsn(target, "target") if target else None
-    found = read_standing(directory, dsn)
+    found = read_run_status(directory, dsn)
     stream = read_stream_status(directory)
     if as_json:
         shown = None if stream is None else asdict(stream)
         print(json.dumps(found.as_dict() | {"stream": shown}, default=str))
         return
-    print_standing(found)
+    print_run_status(found)
     if stream is not None:
         print_stream(stream)
 
 
-def print_standing(found: Standing) -> None:
+def print_run_status(found: RunStatus) -> None:
     """A line on the run, a table of what is done, a line for each thing that is running."""
     out = console()
     ended = f", finished {found.finished_at}" if found.finished_at else ""
@@ -79,7 +79,7 @@ def print_stream(found: StreamStatus) -> None:
     )
 
 
-def _counts(found: Standing) -> dict[str, Count]:
+def _counts(found: RunStatus) -> dict[str, Count]:
     return {
         "tables": found.tables,
         "parts": found.parts,

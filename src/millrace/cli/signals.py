@@ -1,4 +1,4 @@
-"""The signals that tell the program to stop: Ctrl-C, SIGTERM, and SIGHUP of a closed terminal.
+"""The signals that stop the program: Ctrl-C, SIGTERM, and SIGHUP of a closed terminal.
 
 Invariant: each of them ends the program in the same way, by KeyboardInterrupt in the main thread,
 so that whoever holds something (a slot, sessions, directories) lets go of it. A signal that was

@@ -44,7 +44,7 @@ def choose(context: typer.Context, parameter: typer.CallbackParam, value: Path) 
 
 
 def has_run(directory: Path) -> bool:
-    """Whether a copy or a stream has begun in it, and may have to go on."""
+    """Whether a copy or a stream has begun in it, and may have to be continued."""
     if has_stream(directory):
         return True
     path = catalog_path(directory)

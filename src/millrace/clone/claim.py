@@ -82,7 +82,7 @@ def _try_lock(connection: Connection, facts: str, schemas: Collection[str]) -> s
     wanted = [(_DATABASE, "_shared")]
     wanted += [(_schema_lock(name), "") for name in sorted(schemas)[:MOST_LOCKS]]
     for name, mode in wanted:
-        # The words come first: the server shows others only so many of a statement.
+        # The words come first: the server shows others only the beginning of a statement.
         row = connection.execute(
             f"/* {facts} */ SELECT pg_try_advisory_xact_lock{mode}(hashtextextended("
             f"{literal(name)}, 0))".encode()

@@ -68,7 +68,7 @@ def check_more_rows(
     rows_left: bool,
     makes_tables: bool = False,
 ) -> None:
-    """Raise if a run that goes on must not read the rows that it still lacks, or must not make
+    """Raise if a run that is continued must not read the rows that it still lacks, or must not make
     tables anew that have theirs."""
     if stream is None or not (rows_left or makes_tables):
         return

@@ -249,7 +249,7 @@ class CopyStage:
         )
 
     def _report(self) -> None:
-        """Show where the run stands, not more often than anyone can see."""
+        """Show the run's progress, not more often than anyone can see."""
         if time.monotonic() - self._reported_at < POLL_SECONDS:
             return
         self._reported_at = time.monotonic()

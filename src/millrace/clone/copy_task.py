@@ -113,7 +113,7 @@ def part_statements(table: Table, part: Part, *, is_guarded: bool = False) -> Pa
 
 
 def copy_parts(task: CopyTask, attempt: int = 0) -> list[Outcome]:
-    """Copy the parts of a task, one after the other; lost connections are made anew."""
+    """Copy the parts of a task, one after the other; lost connections are opened again."""
     outcomes = []
     with _Pair(task, attempt) as pair:
         for part in task.parts:

@@ -100,7 +100,7 @@ def prepare_target(settings: CloneSettings, missing: list[str]) -> None:
                     (name,),
                 ).fetchone()
             if row is None:
-                continue  # dropped meanwhile: connecting to it will tell
+                continue  # dropped meanwhile: connecting to it will show that
             facts, encoding, owner = row
             if settings.schema.no_owner or owner not in roles:
                 owner = None

@@ -67,7 +67,7 @@ def open_directory(settings: CloneSettings, setup: dict[str, Any] | None) -> Sto
 
 
 def require_usable(settings: CloneSettings, *, continues: bool) -> dict[str, Any] | None:
-    """Raise if the directory can't be used for this; the setup of the run that is gone on with."""
+    """Raise if the directory can't be used for this; the setup of the run that is continued."""
     setup = read_setup(settings.directory)
     if setup and continues and not settings.restart:
         _check_pins(settings, setup)

@@ -1,6 +1,6 @@
 """What a run read from its source under the snapshot, kept for when that is gone.
 
-Invariant: what comes back is equal to what was kept. So a process that goes on when every row is
+Invariant: what comes back is equal to what was kept. So a process that continues when every row is
 copied builds the same indexes and constraints, and restores the same lists, as one that still had
 the snapshot, whatever happened to the source's schema since.
 """

@@ -25,7 +25,7 @@ def large_object_statements(
 ) -> PartStatements:
     """The copy of one range.
 
-    Each object travels as one row that tells about it (owner, comment, grants as
+    Each object travels as one row that describes it (owner, comment, grants as
     `grantee, privilege, grantable` triples) and rows of data. Relayed into a temporary table,
     they become objects inside the target.
     """

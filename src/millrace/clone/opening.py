@@ -98,7 +98,7 @@ def open_run(
 
 def look_for_rows(run: Run) -> None:
     """See what of the source's rows is still to be read: only that takes Spark and a snapshot.
-    If rows are lost again meanwhile, the first task starts Spark by itself."""
+    If rows are lost again meanwhile, the first task starts Spark."""
     settings, beginning = run.settings, run.beginning
     run.needs_rows = bool(settings.steps & MOVING)
     if not beginning.is_planned:

@@ -76,7 +76,7 @@ def plan_clone(
 ) -> Plan:
     """The plan for all tables; `samples` has an entry for each table to split.
 
-    `known` are parts planned before, by a process whose run goes on: sizes change, and some of
+    `known` are parts planned before, by a process whose run is continued: sizes change, and some of
     those parts may be copied already.
     """
     parts = {

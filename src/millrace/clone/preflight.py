@@ -35,7 +35,7 @@ LISTED = 5
 def check(
     source: Connection, target: Connection, settings: CloneSettings, *, continues: bool = False
 ) -> list[Problem]:
-    """Every problem and warning of both servers; a run that goes on finds its own work there."""
+    """Every problem and warning of both servers; a continued run finds its own work there."""
     with translated("checking the servers"):
         problems = [
             *_check_versions(source, target),
@@ -148,7 +148,7 @@ def _check_source_policies(source: Connection) -> Iterable[Problem]:
              WHERE c.relkind = 'r' AND {USER_SCHEMA} AND row_security_active(c.oid)
              ORDER BY 1"""
     ).fetchall()
-    # row_security is off in our sessions, and row_security_active tells what would happen then:
+    # row_security is off in our sessions, and row_security_active says what would happen then:
     # it is true where a query would be refused.
     if rows:
         yield Problem(

@@ -158,8 +158,8 @@ class RunRecords:
         )
 
     def note_stream(self, stream: StreamBinding) -> None:
-        """Say on the target that the stream goes with this copy. Not before the schema is there:
-        it may have a schema of the name of ours."""
+        """Record on the target that the stream belongs to this copy. Not before the schema is
+        there: it may have a schema of the name of ours."""
         follower = Follower(
             stream.source,
             stream.slot_name,

@@ -146,7 +146,7 @@ SELECT 'pg_foreign_server'::regclass::oid::int8, s.oid::int8, 'server', s.srvnam
 def _check_large_objects(
     source: Connection, target: Connection, settings: CloneSettings, *, is_shared: bool
 ) -> Iterable[Problem]:
-    """Large objects keep their OIDs, and have no schema by which to tell whose they are."""
+    """Large objects keep their OIDs, and have no schema that shows whose they are."""
     if settings.skip_large_objects or (settings.drop_if_exists and not is_shared):
         return
     count, first, after = 0, None, 0
@@ -170,7 +170,7 @@ def _check_large_objects(
             "target",
             f"{count} large objects there have OIDs that the source uses too, the first is {first}",
             "--skip-large-objects"
-            if is_shared  # nobody can tell whose they are
+            if is_shared  # nothing shows whose they are
             else "SELECT lo_unlink(oid) FROM pg_largeobject_metadata, or --drop-if-exists, or "
             "--skip-large-objects",
         )

@@ -56,7 +56,7 @@ def read_catalog(
     with_locks: bool = False,
 ) -> SourceCatalog:
     """The catalog less what the filters leave out."""
-    # Under another name, the server that adds a key has to find the referenced table by itself.
+    # Under another name, the server that adds a key has to find the referenced table on its own.
     foreign_keys = (
         catalog.read_foreign_keys if naming.is_identity else catalog.read_relative_foreign_keys
     )

@@ -1,6 +1,6 @@
 """The status of a run, seen from outside: from its work directory and its target.
 
-Invariant: looking changes nothing and holds up nobody, whether the run goes on, has stopped or
+Invariant: looking changes nothing and blocks nobody, whether the run is running, has stopped or
 has finished. What is copied is what the target has records of; without them, what the work
 directory says.
 """
@@ -36,14 +36,14 @@ Connection = psycopg.Connection[tuple[Any, ...]]
 
 @dataclass(frozen=True)
 class Count:
-    """So many of so many."""
+    """A number done, out of a total."""
 
     done: int
     total: int
 
 
 @dataclass(frozen=True)
-class Standing:
+class RunStatus:
     """A run, as far as it has come."""
 
     run_id: str
@@ -52,7 +52,7 @@ class Standing:
     snapshot: str | None
     started_at: str
     finished_at: str | None
-    # running, not running or finished; one that is not running can be gone on with.
+    # running, not running or finished; one that is not running can be continued.
     status: str
     # Steps that are done, in their order.
     steps: tuple[str, ...]
@@ -107,10 +107,10 @@ class _Seen:
     indexes: list[RunningIndex] = field(default_factory=list)
 
 
-def read_standing(directory: Path, target: Dsn | None = None) -> Standing:
-    """Where the run of a directory stands; what is running right now only with its target."""
+def read_run_status(directory: Path, target: Dsn | None = None) -> RunStatus:
+    """The status of the run in a directory; what is running right now only with its target."""
     written = _read_written(directory)
-    return _standing(written, None if target is None else _look(target, written.setup))
+    return _run_status(written, None if target is None else _look(target, written.setup))
 
 
 def _read_written(directory: Path) -> _Written:
@@ -176,14 +176,14 @@ def _read_records(
     return {(part.table_oid, part.part): part for _, part in found}
 
 
-def _standing(written: _Written, seen: _Seen | None) -> Standing:
+def _run_status(written: _Written, seen: _Seen | None) -> RunStatus:
     setup = written.setup
     copied = written.copied
     if seen is not None and seen.copied is not None:
         copied = seen.copied
     running = [] if seen is None else [c for c in seen.copies if _is_open(c, written, copied)]
     progress = _progress(written, copied, running)
-    return Standing(
+    return RunStatus(
         run_id=setup["run_id"],
         source=setup["source"],
         target=setup["target"],

@@ -76,10 +76,10 @@ class CompareSettings(RouteSettings):
     route: Route
     jobs: int = 4
     snapshot: str | None = None
-    # Name the rows that differ, up to so many for each table.
+    # Name the rows that differ, up to this number for each table.
     rows: bool = False
     most_rows: int = MOST_ROWS
-    # Only these, as `schema.name`; a partitioned table stands for its partitions.
+    # Only these, as `schema.name`; a partitioned table includes its partitions.
     tables: tuple[str, ...] = ()
 
 

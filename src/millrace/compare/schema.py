@@ -2,7 +2,7 @@
 
 Invariant: what a dump and restore between any two supported versions changes in words
 alone is no difference; whatever else differs is one, and is reported once: an object
-that is missing stands for all that is inside it.
+that is missing is reported for all that is inside it.
 
 What changes in words alone:
 - The text of queries (views, rules, SQL function bodies) between major versions: 16, for
@@ -166,7 +166,7 @@ def _without_qualifiers(value: Value) -> Value:
 def _order_differences(
     left: dict[Key, DescribedObject], right: dict[Key, DescribedObject]
 ) -> Iterator[Difference]:
-    """Tables whose columns, as far as both sides have them, stand in another order."""
+    """Tables whose columns, as far as both sides have them, are in another order."""
     common: dict[Key, list[tuple[DescribedObject, DescribedObject]]] = defaultdict(list)
     for key, one in left.items():
         other = right.get(key)

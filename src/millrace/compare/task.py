@@ -5,7 +5,7 @@ hold the same rows give the same one whatever their encodings, collations or set
 Rows never leave a server.
 
 The checksum of a table is the sum, over its rows, of a 64-bit hash of the row's text: the
-one form that every type has and that tells -0 from 0, and NaN from nothing.
+one form that every type has and that distinguishes -0 from 0, and NaN from nothing.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class ComparePart:
     name: str
     # SQL of each column, as it enters the hash.
     expressions: tuple[str, ...]
-    # What tells rows apart; () if nothing does.
+    # What identifies rows; () if nothing does.
     key: tuple[str, ...]
     condition: str
     # Whether each side reads the partitions below the table, too.
@@ -70,7 +70,7 @@ class ComparePart:
         return f"{self.schema}.{self.name}"
 
     def relations(self) -> tuple[str, str]:
-        """The rows of source and target, to stand after FROM."""
+        """The rows of source and target, to be put after FROM."""
         name = qualified(self.schema, self.name)
         source = f"({self.query}) AS kept" if self.query else _only(name, self.source_tree)
         target = qualified(*self.target) if self.target else name
@@ -296,7 +296,7 @@ class Sides(AbstractContextManager["Sides"]):
         self._open = []
 
     def retry(self, work: Callable[[], R]) -> R:
-        """Do work that uses these sessions; lost connections are made anew."""
+        """Do work that uses these sessions; lost connections are opened again."""
         return with_retries(partial(self._closing_after_errors, work))
 
     def query(self, source: str, target: str, what: str) -> tuple[PGresult, PGresult]:

@@ -59,7 +59,7 @@ class Dsn:
                 hint="write postgresql://user@host:5432/database or 'host=... dbname=...'",
             ) from None
         if not re.fullmatch(r"[\d,]*", given.get("port", "")):
-            # What stands there may be a piece of an unquoted password.
+            # What is there may be a piece of an unquoted password.
             raise ConfigError(
                 f"the port in the {what} is not a number",
                 hint="percent-encode /, @, : and % in a password, as %2F, %40, %3A and %25",

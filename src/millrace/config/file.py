@@ -1,6 +1,6 @@
 """Text files that users give to options.
 
-Invariant: a file that can't be read is told by its name, and by the option it was given for.
+Invariant: an error about a file names the file and the option it was given for.
 """
 
 from __future__ import annotations

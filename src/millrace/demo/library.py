@@ -1,6 +1,6 @@
 """The data of `millrace demo tube`: articles that writers change while they are indexed.
 
-Invariant: what an article says is made from its number and its revision, so that anybody can tell
+Invariant: what an article says is made from its number and its revision, so that anybody can see
 what a search must find.
 """
 

@@ -128,7 +128,7 @@ class Writers:
         except Exception as error:
             with self._lock:
                 self._error = self._error or error
-            # One writer less is a broken demo; the others need not go on.
+            # One writer less is a broken demo; the others need not continue.
             self._closing.set()
 
     def _write_until_closing(self, connection: psycopg.Connection[Any], rng: random.Random) -> None:

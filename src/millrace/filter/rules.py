@@ -68,7 +68,7 @@ class Rule:
     parts: tuple[NamePart, ...]
     # What a row must satisfy; only in [table-where].
     predicate: str = ""
-    # Where it stands in the file, for messages only.
+    # Its line in the file, for messages only.
     line: int = field(default=0, compare=False)
 
     @property

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from millrace.apply.position import read_worker_positions
 from millrace.clone.directory import read_setup
-from millrace.clone.status import read_standing
+from millrace.clone.status import read_run_status
 from millrace.config.dsn import Dsn
 from millrace.errors import WorkDirError
 from millrace.follow.audit.baseline import note_tables
@@ -149,7 +149,7 @@ def require_copied(directory: Path, target: Dsn, setup: StreamSetup) -> None:
     if run["finished_at"]:
         return
     # Single steps never say that all is done; the rows are what matters.
-    parts = read_standing(directory, target).parts
+    parts = read_run_status(directory, target).parts
     if parts.done < parts.total or not parts.total:
         raise WorkDirError(
             f"the copy in {directory} is not done: {parts.done} of {parts.total} parts of tables",

@@ -114,7 +114,7 @@ def _refuse_other_snapshots(settings: CloneSettings) -> None:
 
 
 def _beginning(settings: CloneSettings, slot: SlotSettings) -> AbstractContextManager[object]:
-    """The slot and its snapshot; a copy that goes on with every row in its place needs only the
+    """The slot and its snapshot; a copy that continues with every row copied needs only the
     slot, which is there."""
     directory = settings.directory
     run = read_setup(directory) if settings.resume else None
@@ -137,7 +137,7 @@ def _is_copied(settings: CloneSettings) -> bool:
     try:
         return has_every_row(settings)
     except MillraceError as error:
-        log.debug("%s", error)  # nobody can tell
+        log.debug("%s", error)  # not known
         return False
 
 

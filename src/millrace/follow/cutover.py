@@ -2,7 +2,7 @@
 
 Invariant: it succeeds only if every table is equal after the last change was applied, but for those
 that the user has named; a difference
-is an error, nothing is said to be done, and the stream can go on.
+is an error, nothing is reported as done, and the stream can continue.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ class Lookout:
         return [(table, why) for table, why in tables if table not in self._excluded]
 
     def _is_too_late(self) -> bool:
-        """Whether a copy would be newer than the stream's end: the audit there tells of what is not
+        """Whether a copy would be newer than the stream's end: the audit there lists what is not
         followed."""
         endpos = self._sentinel.read().endpos
         return endpos is not None and current_lsn(self._settings.source) >= endpos

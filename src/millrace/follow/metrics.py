@@ -1,8 +1,8 @@
 """The progress of streams, for Prometheus.
 
 Invariant: what is served is the progress that each stream reported last, and serving it waits for
-nothing. The label `stream` tells them apart. The registry that prometheus_client shares between all
-is not used.
+nothing. The label `stream` distinguishes them. The registry that prometheus_client shares between
+all is not used.
 """
 
 from __future__ import annotations

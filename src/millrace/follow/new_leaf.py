@@ -34,7 +34,7 @@ Connection = psycopg.Connection[tuple[Any, ...]]
 WHY_COPIED: Final = "a partition was added whose updates and deletes were not published at first"
 # The size waits for whoever has locked the partition.
 _LOCK_TIMEOUT: Final = "2s"
-# Before version 14, reltuples does not tell; the counters do, if nobody has reset them.
+# Before version 14, reltuples does not show it; the counters do, unless they were reset.
 _IS_UNTOUCHED = """
 SELECT coalesce(bool_and(pg_relation_size(c.oid) = 0 AND pg_relation_filenode(c.oid) = c.oid
            AND CASE WHEN current_setting('server_version_num')::int >= 140000 THEN c.reltuples < 0

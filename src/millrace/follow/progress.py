@@ -61,7 +61,7 @@ class SourceProgress:
 
 @dataclass
 class FollowProgress:
-    """Where a stream stands."""
+    """The progress of a stream."""
 
     received_lsn: int = 0
     flushed_lsn: int = 0
@@ -102,7 +102,7 @@ def state_of(progress: FollowProgress) -> StreamState:
 
 
 class FollowReporter(Reporter, Protocol):
-    """Shows where a stream stands, and a clone before it."""
+    """Shows the progress of a stream, and of a clone before it."""
 
     def update_follow(self, progress: FollowProgress) -> None: ...
 

@@ -10,11 +10,11 @@ would fail, or would name half a key.
                        such a publication, or filters leave something out
 
 A table in both gets the union. Partitions are published under their own names: by way of their
-root, the server would not tell of a TRUNCATE of one of them. `receive.partitions` gives their
+root, the server would not send a TRUNCATE of one of them. `receive.partitions` gives their
 changes the name of the root.
 
-A partitioned table stands in the first one for partitions that come later, which its primary key
-gives an identity. One without a primary key stands in the second, and the first has its leaves:
+A partitioned table is in the first one for partitions that come later, which its primary key
+gives an identity. One without a primary key is in the second, and the first has its leaves:
 statements on a partition that comes later work, whatever identity that has. A new leaf gets into
 the first by `follow.new_leaf`.
 
@@ -69,7 +69,7 @@ class Publications:
         """Whether updates and deletes are published, of a partitioned table those of all leaves."""
         if table.oid in self.whole:
             return True
-        # A root with a key and without partitions stands for those that come.
+        # A root with a key and without partitions is there for those that come.
         is_split = table.is_by_leaves or (table.is_partitioned and bool(table.leaves))
         return is_split and not self.unsent_leaves(table)
 
@@ -251,7 +251,7 @@ def _create(connection: Connection, slot: str, name: str, labels: Iterable[str],
 
 
 def _whole_labels(table: PublishedTable) -> list[str]:
-    """What stands in the publication of updates for a table with an identity."""
+    """What is in the publication of updates for a table with an identity."""
     if table.is_by_leaves:
         return [table.labels[oid] for oid in sorted(table.leaves)]
     return [table.label]
@@ -276,6 +276,6 @@ def _comment(connection: Connection, name: str, comment: str) -> None:
 
 
 def _note(comment: str) -> str:
-    """What stands behind the first line of a comment; see millrace.follow.replica_identity."""
+    """What is behind the first line of a comment; see millrace.follow.replica_identity."""
     _, line_end, note = comment.partition("\n")
     return line_end + note

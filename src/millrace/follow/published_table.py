@@ -21,7 +21,7 @@ from millrace.postgres.wire.connect import translated
 
 Connection = psycopg.Connection[tuple[Any, ...]]
 
-# A table that has no parent stands for all below, also for what is attached later. What is said of
+# A table that has no parent represents all below, also for what is attached later. What is said of
 # it is said of everything below it. %(unsent)s are the kinds of generated columns that may not be
 # in a key, %(refused)s those that a table with REPLICA IDENTITY FULL may not have.
 _TABLES = f"""
@@ -104,7 +104,7 @@ class PublishedTable:
     # The table and everything below it; and of these the ones without an identity.
     tree: tuple[int, ...] = field(default=(), compare=False)
     bare: tuple[int, ...] = field(default=(), compare=False)
-    # What tells the attachment of each one to the table above from an earlier or later one.
+    # What distinguishes the attachment of each one to the table above from an earlier or later one.
     links: dict[int, str] = field(default_factory=dict, compare=False)
     # Of the partitions, the table above each one, and those that were tables of their own before.
     parents: dict[int, int | None] = field(default_factory=dict, compare=False)

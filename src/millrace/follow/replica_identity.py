@@ -112,7 +112,7 @@ def _set(connection: Connection, slot: str, former: FormerIdentity) -> None:
 
 
 def _put_back(connection: Connection, slot: str, former: FormerIdentity) -> None:
-    """Out of the publications first: it, or the root that stands for it."""
+    """Out of the publications first: it, or the root that is published for it."""
     rows = connection.execute(
         "SELECT p.pubname, n.nspname, c.relname FROM pg_publication p"
         " JOIN pg_publication_rel r ON r.prpubid = p.oid JOIN pg_class c ON c.oid = r.prrelid"

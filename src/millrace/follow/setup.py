@@ -171,7 +171,7 @@ def require_place(route: Route, spool: SpoolKind) -> None:
 
 
 def forget_stream(route: Route) -> None:
-    """Remove a stream that is to begin anew: slot, publications, position and spool."""
+    """Remove a stream that is to start over: slot, publications, position and spool."""
     setup = read_stream(route.place)
     if setup is not None:
         _drop(route, setup.slot_name, setup.source)

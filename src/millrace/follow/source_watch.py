@@ -3,8 +3,8 @@
 Invariant: whatever becomes of the stream, and of the source, nobody waits for the answer: it is
 asked by a thread of its own, and what is known is what was answered last, with its age.
 
-A stream that is silent looks like one with nothing to send. Only another session can tell the two
-apart.
+A stream that is silent looks like one with nothing to send. Only another session can distinguish
+the two.
 
 Facts: PostgreSQL documentation, "pg_replication_slots": wal_status and safe_wal_size.
 """
@@ -71,7 +71,7 @@ class SourceHistory:
             if not self._positions or view.wal_lsn > self._positions[-1][1]:
                 self._positions.append((view.at, view.wal_lsn))
             if len(self._positions) > MOST_POSITIONS:
-                # With the earlier time: a lag may be told as older than it is, never as younger.
+                # With the earlier time: a lag may be shown as older than it is, never as younger.
                 pairs = zip(self._positions[::2], self._positions[1::2], strict=False)
                 odd = self._positions[-1:] if len(self._positions) % 2 else []
                 self._positions = [(first[0], second[1]) for first, second in pairs] + odd
@@ -96,7 +96,7 @@ class SourceHistory:
             return next((at for at, wal_lsn in self._positions if wal_lsn > lsn), None)
 
     def seconds_until_lost(self) -> float | None:
-        """When the slot is lost, if all goes on as in the last minute; None if it never is."""
+        """When the slot is lost, at the rate of the last minute; None if it never is."""
         with self._lock:
             if not self._safe:
                 return None

@@ -175,7 +175,7 @@ class Stream:
                     self._threads.stop(cancels=cancels)
                 self._close(StreamState.ENDED)
             except Exception as error:
-                # It was told to end: what one of its threads failed with is of no use to anybody.
+                # It was stopped: what one of its threads failed with is of no use to anybody.
                 log.warning("%s", error)
 
     @property
@@ -272,7 +272,7 @@ class Stream:
         self._enter(state_of(self.progress), self._sentinel)
 
     def _end(self, threads: StreamThreads) -> None:
-        """Apply has ended: by itself, or because something has failed."""
+        """Apply has ended: normally, or because something has failed."""
         threads.stop()
         if threads.failure is not None:
             raise threads.failure
@@ -330,7 +330,7 @@ def _set_end(
     settings: FollowSettings, setup: StreamSetup, catchup: Catchup, sentinel: Sentinel
 ) -> None:
     """The end position asked for is in its place, now that nothing else can be wrong; one of
-    before is told of if it ends the stream at once."""
+    before is logged if it ends the stream at once."""
     if settings.endpos is not None:
         require_ahead(catchup.spool, setup, settings.endpos, catchup.furthest)
         sentinel.set_endpos(settings.endpos)

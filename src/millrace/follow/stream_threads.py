@@ -22,7 +22,7 @@ from millrace.follow.watch import Watch
 from millrace.log import as_logged
 from millrace.workdir.sentinel import Sentinel, StreamSetup
 
-# How often tasks are told again to end: one may have begun in between.
+# How often tasks are cancelled again: one may have begun in between.
 CANCEL_SECONDS = 1.0
 
 

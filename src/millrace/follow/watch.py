@@ -27,7 +27,7 @@ LOST_SOON_SECONDS = 3600.0
 
 
 class Watch:
-    """Reads where a stream stands, and how fast it gets on."""
+    """Reads the position of a stream, and its rate."""
 
     def __init__(
         self, sentinel: Sentinel, catchup: Catchup, source: SourceHistory, slot: str, stream: str

@@ -36,7 +36,7 @@ class Format:
         return self.parse(row[1]) if row and row[0] else None
 
     def parse(self, comment: str | None) -> int:
-        """The version that the table's comment tells. Raises for a newer one."""
+        """The version in the table's comment. Raises for a newer one."""
         found = re.fullmatch(rf"{_COMMENT} (\d+)", comment or "")
         version = int(found[1]) if found else 1
         if version > self.version:

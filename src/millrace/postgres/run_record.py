@@ -102,7 +102,7 @@ class CopiedPart:
 def open_run(connection: Connection, run: RunRecord) -> int:
     """Make the records, or find them; the epoch that tasks of this process belong to.
 
-    A process that goes on with a run raises the epoch first: tasks that an earlier process
+    A process that continues a run raises the epoch first: tasks that an earlier process
     left behind find it changed and stop.
     """
     with connection.transaction():
@@ -159,7 +159,7 @@ def read_copied_parts(
 
 
 def note_sequences(connection: Connection, run_id: str) -> None:
-    """Sequences stand where they should; in the transaction that set them."""
+    """Record that sequences are set, in the transaction that set them."""
     connection.execute(
         "INSERT INTO millrace.sequences_set VALUES (%s) ON CONFLICT DO NOTHING", (run_id,)
     )
@@ -209,8 +209,8 @@ def fenced_step_sql(run_id: str, epoch: int, step: str) -> tuple[str, str]:
 
 
 def unlogged_parts_sql(run_id: str, table_oids: Collection[int], parts: int) -> str:
-    """Fails, within the transaction of a step, unless so many parts of these unlogged tables have
-    their records: a crash has emptied both."""
+    """Fails, within the transaction of a step, unless that number of parts of these unlogged tables
+    have their records: a crash has emptied both."""
     oids = ", ".join(map(str, sorted(table_oids)))
     return (
         "DO $millrace$ BEGIN IF (SELECT count(*) FROM millrace.copied_unlogged_part"

@@ -1,9 +1,9 @@
 """Which streams a target database is followed by: a row of ours for each.
 
-Invariant: a database that a stream goes with says so, from the beginning of its copy until `stream
-cleanup`. So another copy does not replace what a stream will apply changes to, nor does a stream
-apply them to another copy. Positions can't tell that: replication origins belong to the whole
-server.
+Invariant: a database that a stream applies its changes to says so, from the beginning of its copy
+until `stream cleanup`. So another copy does not replace what a stream will apply changes to, nor
+does a stream apply them to another copy. Positions can't show that: replication origins belong to
+the whole server.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ DEFINITION = """(
 
 @dataclass(frozen=True)
 class Follower:
-    """A stream that goes with the database."""
+    """A stream that belongs to the database."""
 
     source: str
     slot: str
@@ -66,7 +66,7 @@ def read_followers(connection: Connection) -> list[Follower]:
 
 
 def write_follower(connection: Connection, follower: Follower) -> None:
-    """Say that the stream goes with this database; a role that may only write rows can't."""
+    """Record that the stream belongs to this database; a role that may only write rows can't."""
     with translated("noting the stream on the target"):
         try:
             with connection.transaction():

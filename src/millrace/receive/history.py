@@ -91,7 +91,7 @@ class SourceServer:
             )
 
     def look(self, now: float) -> None:
-        """A standby that is promoted goes on sending, on another timeline: raise ConnectionLost, so
+        """A standby that is promoted keeps sending, on another timeline: raise ConnectionLost, so
         that connecting again writes that down before another server could be taken for it."""
         system = self._system
         if system is None or not system.is_standby or now - self._looked_at < ROLE_SECONDS:

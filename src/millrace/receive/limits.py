@@ -50,7 +50,7 @@ class Limits:
         if used < (limit * (1 - FREE_SHARE) if is_held else limit):
             return None
         if applied_lsn >= spool.last_end_lsn:
-            # All there is to apply is applied: only going on can bring the end of what is open.
+            # All there is to apply is applied: only continuing can bring the end of what is open.
             return None
         return f"the spool has {render_size(used)}, --max-spool is {render_size(limit)}"
 

@@ -36,7 +36,7 @@ from millrace.postgres.pgoutput.messages import (
     scan,
 )
 
-# From where to where in a buffer, and what stands there instead.
+# From where to where in a buffer, and what is put there instead.
 Edit = tuple[int, int, bytes]
 
 _BEGIN, _COMMIT, _ORIGIN, _MESSAGE = b"BCOM"

@@ -176,7 +176,7 @@ class _Receiver:
         self._applied_lsn = 0
         self._held: str | None = None
         self._reached = False
-        # The last position the server has told of, in any way.
+        # The last position the server has sent, in any way.
         self._received_lsn = spool.complete_lsn
         # What was on disk when that was looked at last.
         self._durable_lsn = spool.durable_lsn
@@ -269,8 +269,8 @@ class _Receiver:
         return state, plugin
 
     def _take_batch(self, plugin: Plugin) -> None:
-        """One batch; after it all is looked at anew. What breaks it off is met by the protocol as
-        well, or was the batch's alone."""
+        """One batch; after it everything is checked again. What breaks it off is met by the
+        protocol as well, or was the batch's alone."""
         settings, batches = self._settings, self._batches
         batches.begin()
         try:
@@ -507,7 +507,7 @@ class _Receiver:
         flushed = durable
         if self._reached and self._endpos is not None and durable == self._spool.complete_lsn:
             # It lies within a commit record: nothing ends between this record's begin, which is
-            # what the source may be told, and there.
+            # what may be confirmed to the source, and there.
             flushed = max(durable, self._endpos)
         self._on_progress(self._received_lsn, flushed)
         if self._sentinel is not None:
@@ -527,7 +527,7 @@ class _Receiver:
         self._sentinel.write_heard(complete, heard_at, self._held or "")
 
     def _finish(self, stream: ReplicationStream) -> None:
-        """Cut, sync, and tell the source before hanging up."""
+        """Cut, sync, and confirm to the source before closing."""
         self._spool.cut_unfinished()
         self._spool.sync()
         try:

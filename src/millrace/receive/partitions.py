@@ -1,13 +1,13 @@
 """The source's partitions, and the roots under whose names their changes are applied.
 
 Invariant: a change of a partition goes by the name of the topmost root, whatever became of the
-partition since, as long as it was ever known here; what was told is not forgotten when the source
-drops or detaches it.
+partition since, as long as it was ever known here; what was recorded is not forgotten when the
+source drops or detaches it.
 
-Output plugins name the partition and not the root, because only then the server tells of a TRUNCATE
+Output plugins name the partition and not the root, because only then the server sends a TRUNCATE
 of one partition. What belongs to which root is read from the catalog, which is that of now, while
 the changes may be old. So everything is read when a connection begins, and again when a relation
-turns up that is not known, or is described anew. A partition that a publication lists, and that
+turns up that is not known, or is described again. A partition that a publication lists, and that
 is written down as a table of its own, was one when the stream began: it stays one, because nothing
 tells when its attachment came in the stream. Without a record, one that was attached is taken for
 such a table.

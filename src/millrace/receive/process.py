@@ -1,7 +1,7 @@
 """The receiver as a process of its own, supervised by the one that follows.
 
 Invariant: the process ends when its owner ends, however that happens; if it is killed it is
-started again, and goes on from what is in the spool.
+started again, and continues from what is in the spool.
 """
 
 from __future__ import annotations

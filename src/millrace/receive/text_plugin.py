@@ -169,7 +169,7 @@ class TextPlugin:
     def _translate(self, text: str, lsn: int, out: list[bytes]) -> None:
         change = self._module.parse_message(text)
         if self._truncate is not None:
-            # wal2json tells of one TRUNCATE table by table, at one position.
+            # wal2json sends one TRUNCATE table by table, at one position.
             at, truncate = self._truncate
             if isinstance(change, TruncateText) and at == lsn:
                 self._truncate = (lsn, _joined(truncate, change))

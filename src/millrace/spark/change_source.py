@@ -76,13 +76,13 @@ def register(spark: SparkSession) -> None:
 
 @dataclass(frozen=True)
 class ChangeOptions:
-    """What a reader is told with `.option(name, value)`."""
+    """What a reader is given with `.option(name, value)`."""
 
     # dir: the work directory of the stream; target: of a stream whose spool is in tables there.
     spool: ChangeSpool
     # after: transactions that end after this position; by default all the spool holds.
     after_lsn: int | None
-    # until: transactions that end at or before this position; a stream goes on if there is none.
+    # until: transactions that end at or before this position; a stream continues if there is none.
     until_lsn: int | None
     # tables: schema.table, separated by commas; by default all.
     tables: frozenset[tuple[str, str]] | None

@@ -4,7 +4,7 @@ Invariant: everything of one engine is below one directory, which its owner remo
 however it is told to. What a killed owner could not remove, the next one does: the kernel's lock
 says who is alive, not a process number, which may be somebody else's by now. The JVM holds that
 lock, too: it may outlive its owner for some seconds, and one that starts and does not find the
-directory any more never ends (its main thread fails, the one that listens goes on).
+directory any more never ends (its main thread fails, the one that listens keeps running).
 
 Without this, Spark leaves `spark-*` and `blockmgr-*`, the JVM unpacked libraries, and the workers
 their sockets in the temporary directory of the machine.

@@ -86,7 +86,7 @@ class Engine:
         self.master = _with_attempts(master)
         self.is_local = self.master.startswith("local")
         self.conf = dict(conf or {})
-        find_java()  # a missing Java is told before anything else happens
+        find_java()  # a missing Java is reported before anything else happens
         self.start_seconds = 0.0
         self._starting = threading.Lock()
         self._ready = threading.Event()
@@ -285,7 +285,8 @@ class Engine:
         if self._closed:
             raise ServerError("stopped before Spark had started")
         context = SparkContext(conf=spark_conf, gateway=self._gateway)
-        # A JVM that was killed would be told on stderr, with a stack trace; we tell it ourselves.
+        # A JVM that was killed would be reported on stderr, with a stack trace; we report it
+        # ourselves.
         context._accumulatorServer.handle_error = lambda *_: None
         if not local:
             context.addPyFile(str(_package_zip(self._scratch.path)))

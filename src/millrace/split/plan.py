@@ -106,7 +106,7 @@ def _part(table: Table, number: int, total: int, condition: str, bounds: str, sh
 
 
 def _shares(cuts: Sequence[int], samples: Sequence[SampledRow]) -> list[float]:
-    """The share of the table's bytes in each part, as the samples tell."""
+    """The share of the table's bytes in each part, as the samples show."""
     pieces = [0] * (len(cuts) + 1)
     at = 0
     for sample in sorted(samples, key=lambda sample: sample.key):

@@ -38,7 +38,7 @@ from millrace.postgres.pgoutput.messages import (
 from millrace.spool.change_text import ColumnOrigin, build_texts
 from millrace.spool.interface import Range, Reader
 
-# A batch is made of so many bytes of frames, and takes a few times as much.
+# A batch is made of this number of bytes of frames, and takes a few times as much.
 CHUNK_BYTES: Final = 4 << 20
 
 _BEGIN, _COMMIT, _RELATION, _TRUNCATE, _MESSAGE = b"BCRTM"
@@ -137,7 +137,7 @@ class _Converter:
         # `scan` says so of what is no table's.
         self._current[0] = self._versions.number(_NO_RELATION)
         self._end_lsn = range_.after_lsn
-        # The transaction that goes on in the next chunk, and how many changes it had so far.
+        # The transaction that continues in the next chunk, and how many changes it had so far.
         self._open: _Transaction | None = None
         self._open_changes = 0
 
@@ -375,7 +375,7 @@ def _message(buffer: Bytes, messages: Messages, at: int) -> bytes:
 
 
 def _positions(transaction: Numbers, open_changes: int) -> Numbers:
-    """Numbers from 0 in each transaction; the first one goes on where it was."""
+    """Numbers from 0 in each transaction; the first one continues where it was."""
     count = np.arange(len(transaction))
     first = np.searchsorted(transaction, transaction)
     return count - first + np.where(transaction == 0, open_changes, 0)

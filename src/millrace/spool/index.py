@@ -1,7 +1,7 @@
 """The index beside a segment: which transactions end in it, which relations it describes.
 
 Invariant: everything in an index follows from its segment; a record is written after the bytes it
-speaks of are on disk, so a transaction that has a record is whole and durable. Nothing is written
+describes are on disk, so a transaction that has a record is whole and durable. Nothing is written
 of a transaction before its end, so an index is only ever added to.
 
 Records have one size and a checksum each, in the order of the stream; a bad one ends the index.
@@ -123,7 +123,7 @@ def index_block(
 
 
 def _check_order(messages: Messages, opened: OpenTransaction | None) -> None:
-    """Begin and Commit take turns, and nothing stands outside of them."""
+    """Begin and Commit take turns, and nothing is outside of them."""
     kind = messages.kind
     marks = np.flatnonzero((kind == _BEGIN) | (kind == _COMMIT))
     is_commit = kind[marks] == _COMMIT

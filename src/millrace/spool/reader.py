@@ -1,6 +1,6 @@
 """Reads a spool in files, and removes what is applied.
 
-Invariant: only what an index speaks of is read, so a writer is never in the way; what was pruned,
+Invariant: only what an index describes is read, so a writer is never in the way; what was pruned,
 or is missing between two segments, is an error, and never left out.
 """
 

@@ -1,7 +1,7 @@
 """What a crash left of a spool: its end found, its indexes repaired.
 
-Invariant: nothing that was confirmed to the source is dropped; where that can't be told, the answer
-is a FormatError.
+Invariant: nothing that was confirmed to the source is dropped; where that can't be known, the
+answer is a FormatError.
 """
 
 from __future__ import annotations

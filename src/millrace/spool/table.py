@@ -5,8 +5,8 @@ origin; so what the origin says is exactly what the table holds, and a transacti
 whole is never seen.
 
 Commits do not wait for the disk; `sync` waits once for all of them. A target that went down may
-have lost what was not synced: after that the writer goes on from what the table has. The
-relations that a transaction tells of are kept beside it, since a range must be readable without
+have lost what was not synced: after that the writer continues from what the table has. The
+relations that a transaction describes are kept beside it, since a range must be readable without
 what was pruned.
 """
 
@@ -309,7 +309,7 @@ class TableSpoolWriter:
         )
 
     def _take_over(self) -> None:
-        """Hold the origin, and go on after what the table has."""
+        """Hold the origin, and continue after what the table has."""
         name = origin_name(self._stream)
         with self._writing():
             self._hold_origin(name)

@@ -6,7 +6,7 @@ may be gone although it can still be read, and a second fsync would call it stor
 off at once, down to what an fsync has succeeded for, and the source sends it again.
 
 One process writes, others read at the same time: a reader follows the indexes, and an index is
-written after the bytes it speaks of. Blocks end where transactions end (or where a buffer did, in
+written after the bytes it describes. Blocks end where transactions end (or where a buffer did, in
 a long one), so that cutting back an unfinished transaction never rewrites a block.
 
 Facts: fsync(2); PostgreSQL wiki, "Fsync Errors".
@@ -94,7 +94,7 @@ class SpoolWriter:
         # What an fsync has succeeded for: a position, and the size of the index.
         self._synced = (0, 0)
         self._failure: WorkDirError | None = None
-        # Disks are waited for here, so that receiving goes on meanwhile.
+        # Disks are waited for here, so that receiving continues meanwhile.
         self._syncer = ThreadPoolExecutor(1, "spool sync")
         self._syncing: Future[None] | None = None
         # What is durable when that has ended: (complete_lsn, last_end_lsn).
@@ -187,7 +187,7 @@ class SpoolWriter:
         return self._durable_end_lsn
 
     def sync_soon(self) -> None:
-        """Begin to put everything on disk, unless that is going on; `durable_lsn` tells."""
+        """Begin to put everything on disk, unless that is under way; `durable_lsn` shows it."""
         self._note_synced()
         self._check()
         if self._syncing is None:

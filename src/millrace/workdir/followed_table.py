@@ -32,8 +32,8 @@ class FollowedTable:
     is_whole: bool
     # Of a partition, as long as anybody knew.
     root_oid: int | None = None
-    # What tells its attachment to the root from a later one; None if nobody knows, empty if it is
-    # still to be decided what must be copied because of it.
+    # What distinguishes its attachment to the root from a later one; None if nobody knows, empty if
+    # it is still to be decided what must be copied because of it.
     link: str | None = None
 
 

@@ -39,7 +39,7 @@ _OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def default_directory() -> Path:
-    """One directory of the user's, for every command that is not told another."""
+    """One directory of the user's, for every command that is given no other."""
     state = Path(os.environ.get("XDG_STATE_HOME", ""))
     if not state.is_absolute():  # as if it were not set
         state = Path("~/.local/state")

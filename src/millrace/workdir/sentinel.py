@@ -95,7 +95,7 @@ END;
 CREATE TABLE IF NOT EXISTS source (
     id INTEGER PRIMARY KEY CHECK (id = 1),
     timeline INTEGER,
-    -- When its postmaster started, which tells it from others.
+    -- When its postmaster started, which no other server shares.
     started_at TEXT,
     -- Nothing is missing up to here.
     complete_lsn TEXT,
@@ -199,7 +199,7 @@ class StreamSetup:
     spool: str = "files"
     # The snapshot that came with the slot; "" if nobody was to copy under it.
     snapshot: str = ""
-    # The run whose copy the stream goes with; "" before one has begun.
+    # The run whose copy the stream belongs to; "" before one has begun.
     run_id: str = ""
 
 

@@ -66,8 +66,8 @@ CREATE TABLE IF NOT EXISTS foreign_keys (
 CREATE TABLE IF NOT EXISTS large_object_ranges (
     number INTEGER PRIMARY KEY, first_oid INTEGER, last_oid INTEGER, count INTEGER
 );
--- What was read under the snapshot and is needed after it: once all rows are copied, a run goes on
--- without the snapshot.
+-- What was read under the snapshot and is needed after it: once all rows are copied, a run
+-- continues without the snapshot.
 CREATE TABLE IF NOT EXISTS kept (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 -- Schemas the target had before the run: they are not created.
 CREATE TABLE IF NOT EXISTS existing_schemas (oid INTEGER PRIMARY KEY);
@@ -84,7 +84,7 @@ CREATE TABLE IF NOT EXISTS timings (
 class Store:
     """The open catalog of a run.
 
-    With `read_only` nothing is made, written or locked: a run that goes on in another process
+    With `read_only` nothing is made, written or locked: a run that continues in another process
     does not notice. Each read is over at once, so none is in the way of its checkpoints.
     """
 

@@ -62,7 +62,7 @@ def read_binding(directory: Path) -> StreamBinding | None:
 
 
 def bind_copy(directory: Path, run_id: str, encoding: str) -> None:
-    """From now on the stream goes with this run; its values come in the target's encoding, if
+    """From now on the stream belongs to this run; its values come in the target's encoding, if
     nobody has chosen one yet."""
     with _open(directory) as database:
         database.execute(

@@ -3,7 +3,7 @@
 Invariant: a request is done only after the target has committed that the table is followed; until
 then it stays in the queue, whatever ends the process. Any process may add one at any time.
 
-Whoever follows the stream takes requests up (`follow.table_sync`). Where each table stands is
+Whoever follows the stream takes requests up (`follow.table_sync`). The state of each table is
 kept on the target, with its rows (`apply.table_state`): losing the queue loses what was not begun.
 """
 
@@ -133,7 +133,7 @@ def note_ended(sentinel: Sentinel, id_: int, state: RequestState, error: str = "
         time.time(),
         id_,
     )
-    if not done:  # A newer request of the same table waits, and stands for both.
+    if not done:  # A newer request of the same table waits, and counts for both.
         sentinel.write("UPDATE table_sync SET state = 'cancelled' WHERE id = ?", id_)
 
 

@@ -114,7 +114,7 @@ def read_shared_tables(target: Connection, route: Route) -> list[str]:
 
 
 def _drop_subscription(target: Connection, name: str) -> None:
-    """Without its slot: on the publisher that is the source's, which goes on to use it."""
+    """Without its slot: on the publisher that is the source's, which keeps using it."""
     target.execute(f"ALTER SUBSCRIPTION {ident(name)} DISABLE")
     target.execute(f"ALTER SUBSCRIPTION {ident(name)} SET (slot_name = NONE)")
     target.execute(f"DROP SUBSCRIPTION {ident(name)}")

@@ -49,7 +49,7 @@ def archive_path(directory: Path) -> Path:
 
 
 def open_archive(run: Run, snapshot: str | None) -> Archive:
-    """The dumped schema: the file from before if the run goes on, else a new one."""
+    """The dumped schema: the file from before if the run is continued, else a new one."""
     path = archive_path(run.settings.directory)
     if path.exists():
         return Archive(path, run.tools)

@@ -79,7 +79,7 @@ def find_added_columns(
         if missing is not None:
             is_same = known.get((*naming.target(table.schema, table.name), name)) == missing
         elif table.filenode == then[oid].filenode:
-            is_same = True  # not written anew: the default came after the column
+            is_same = True  # not rewritten: the default came after the column
         else:
             is_same = not is_identity and bool(default) and is_constant(default)
         if not is_same:

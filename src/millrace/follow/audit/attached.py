@@ -30,7 +30,7 @@ Connection = psycopg.Connection[tuple[Any, ...]]
 WHY_COPIED = "a table was attached to it as a partition"
 # The size waits for whoever has locked the partition.
 _LOCK_TIMEOUT = "2s"
-# The counters tell of rows that are gone, and of which nothing is left in the file.
+# The counters show rows that are gone, and of which nothing is left in the file.
 _IS_EMPTY = """
 SELECT coalesce(bool_and(pg_relation_size(c.oid) = 0
                          AND pg_stat_get_tuples_inserted(c.oid) = 0), true)

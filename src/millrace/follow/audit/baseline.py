@@ -45,7 +45,7 @@ class Baseline:
     counters: Mapping[int, SourceCounters] = field(default_factory=dict)
 
     def moved(self, now: SourceCounters, oid: int) -> TableCounters | None:
-        """What a table's counters have counted since; None if they began anew."""
+        """What a table's counters have counted since; None if they were reset."""
         before = self.counters.get(oid) or self.counters.get(STREAM)
         if before is None:
             return now.of(oid) if now.timeline else None

@@ -1,7 +1,7 @@
 """The closing audit: the source's tables, held against what the stream has followed.
 
 Invariant: a table of which the target may lack something is named. The source's counters accuse and
-never acquit: they count work that was rolled back, are written down late, and begin anew after a
+never acquit: they count work that was rolled back, are written down late, and are reset by a
 reset or a crash. Only a comparison acquits.
 
 Looked at is what the stream can't have brought: tables that it does not know, updates and deletes

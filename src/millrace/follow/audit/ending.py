@@ -60,7 +60,7 @@ def asked_endpos(sentinel: Sentinel, endpos: int | None) -> Iterator[None]:
 
 
 def take_back_endpos(sentinel: Sentinel, endpos: int, before: int | None) -> None:
-    """Let the stream go on: the end before, if that is yet to come, or none. One that somebody
+    """Let the stream continue: the end before, if that is yet to come, or none. One that somebody
     else has set meanwhile stays."""
     if sentinel.read().endpos == endpos:
         sentinel.set_endpos(before if before is not None and before > endpos else None)

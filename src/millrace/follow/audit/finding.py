@@ -41,7 +41,7 @@ class Finding:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """A comparison speaks of the table, or of each of these."""
+        """A comparison names the table, or of each of these."""
         return self.partitions or (self.table,)
 
 

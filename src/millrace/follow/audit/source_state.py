@@ -153,7 +153,7 @@ class TableCounters:
 
 @dataclass(frozen=True)
 class SourceCounters:
-    """The counters of all tables, and what tells that they began anew."""
+    """The counters of all tables, and what shows that they were reset."""
 
     reset_at: str
     commits: int

@@ -1,7 +1,7 @@
 """Tables copied again while the stream continues: the driver's side.
 
 Invariant: a table is followed again only from a position at which its rows were exactly the
-source's; the rows, and the position that speaks of them, commit together. A process that ends at
+source's; the rows, and the position that belongs to them, commit together. A process that ends at
 any place leaves a table that the next one takes up there, or copies from the beginning.
 
     publish ─► state copying ─► temporary slot: snapshot at C ─► copy ─► catch up (C, P] ─► followed
@@ -185,7 +185,7 @@ class TableSync:
     @contextmanager
     def _noted(self, request: SyncRequest) -> Iterator[None]:
         """What goes wrong is seen by who asked for it, and is tried again by the next process; what
-        waiting may help goes on where it was."""
+        waiting may help continues where it was."""
         try:
             yield
         except MillraceError as error:
@@ -317,7 +317,7 @@ class TableSync:
             self._copying = None
 
     def _hand_over(self, request: SyncRequest, state: TableState) -> None:
-        """Bring the table to where its worker stands, and let that have it again."""
+        """Bring the table to its worker's position, and hand it back."""
         name = state.schema, state.name
         worker = self._catchup.worker_of(*name)
         task = replace(
@@ -332,7 +332,7 @@ class TableSync:
                 return
 
     def _catch_up(self, task: ApplyTask, worker: str) -> None:
-        """Until it is close, while its worker goes on."""
+        """Until it is close, while its worker continues."""
         for _ in range(ROUNDS):
             with self._open_target() as target:
                 lsn, position = self._positions(target, task, worker)

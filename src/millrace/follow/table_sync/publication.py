@@ -1,7 +1,7 @@
 """A table into the publications of a running stream.
 
 Invariant: when `publish_table` returns, every transaction that begins from now on sends all of the
-table's changes that can be sent, and the source's own statements on it go on to work.
+table's changes that can be sent, and the source's own statements on it keep working.
 
 A walsender remembers what is published of a table until it decodes a change of the publications. A
 transaction that was open during that change, and commits after it, is decoded by the catalog of its

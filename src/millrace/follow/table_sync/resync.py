@@ -96,7 +96,7 @@ def cancel_tables(settings: FollowSettings, tables: Collection[TableName]) -> li
         setup = require_setup(sentinel, settings.directory)
         found = [one for one in _unfinished(sentinel, None) if (one.schema, one.name) in tables]
         if any(one.state is RequestState.RUNNING for one in found):
-            # Who copies it must not go on.
+            # Who copies it must not continue.
             stack.enter_context(open_lock(settings.directory))
         stream = place_of(setup, settings.directory, settings.target).stream
         with connect(settings.target, "sync") as target:

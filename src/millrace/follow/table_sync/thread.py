@@ -15,7 +15,7 @@ from millrace.log import as_logged
 
 log = logging.getLogger(__name__)
 
-# How often a copy is told again to end: its session may not have been open the first time.
+# How often a copy is cancelled again: its session may not have been open the first time.
 STOP_SECONDS = 1.0
 
 

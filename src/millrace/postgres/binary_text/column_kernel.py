@@ -53,7 +53,7 @@ def render_hexadecimal(
     prefix: Bytes,
     dashes: NDArray[np.int64],
 ) -> Texts:
-    """`dashes` says before which bytes a dash stands."""
+    """`dashes` says before which bytes a dash is written."""
     sizes = 2 * size + len(prefix) + len(dashes)
     out = np.empty(int(sizes.sum()), np.uint8)
     _hexadecimal(buffer, at, size, prefix, dashes, out)
@@ -62,7 +62,7 @@ def render_hexadecimal(
 
 @kernel
 def _put_number(out: Any, at: Any, number: Any, width: Any) -> Any:
-    """The number with at least so many digits; where it ends."""
+    """The number with at least that number of digits; where it ends."""
     digits = 1
     rest = number // 10
     while rest:

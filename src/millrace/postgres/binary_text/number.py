@@ -129,7 +129,7 @@ def render_numeric(data: bytes, encoding: str) -> str:
         return _NUMERIC_NAMES[sign]
     digits = struct.unpack(f">{count}H", data[8:])
     groups = "".join([f"{digit:04}" for digit in digits])
-    # How many decimal digits stand before the point.
+    # The number of decimal digits before the point.
     before = 4 * (weight + 1)
     if before <= 0:
         whole, fraction = "0", "0" * -before + groups

@@ -71,7 +71,7 @@ class ComparedRelation:
     kind: str
     # Name and type of every column that is stored, generated ones too.
     columns: tuple[tuple[str, str], ...]
-    # A primary key, or unique and never null; () if rows can't be told apart by one.
+    # A primary key, or unique and never null; () if none identifies rows.
     key: tuple[str, ...]
     of_extension: bool = False
 

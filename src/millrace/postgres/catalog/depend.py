@@ -6,7 +6,7 @@ matched against regular expressions by the server, as pgcopydb does it.
 Facts: PostgreSQL documentation, "pg_depend"; a view hangs on what it reads through its rule
 _RETURN, a table on what its defaults use through pg_attrdef, so both are joined to their
 parts here ("whole"). `pg_restore --list --verbose` prints after an entry the numbers of the
-entries it was made for (pg_backup_archiver.c, PrintTOCSummary()): the only sure way to tell
+entries it was made for (pg_backup_archiver.c, PrintTOCSummary()): the only sure way to see
 whose comment, grant or attachment it is, since those have no OID, and names may have blanks.
 """
 

@@ -1,7 +1,7 @@
 """A schema in words: every object of a database with its properties, a query for each kind.
 
 Invariant: the same schema gives the same words on every server from 13 to 18, except
-for what `compare.schema` is told to treat with care: the text of queries, and
+for what `compare.schema` treats with care: the text of queries, and
 properties that only one of the servers knows, which the other leaves out.
 
 Every query reads its whole kind at once. Its first columns name the object (catalog and OID,

@@ -479,7 +479,7 @@ def read_database_comment(connection: Connection) -> str | None:
 
 
 def render_setting(setting: str) -> str:
-    """`name=value` as it stands after SET; list settings keep their quoting."""
+    """`name=value` as it is written after SET; list settings keep their quoting."""
     name, _, value = setting.partition("=")
     # These hold comma-separated identifiers, already quoted where needed.
     if name.lower() in (

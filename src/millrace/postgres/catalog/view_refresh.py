@@ -25,7 +25,7 @@ SELECT c.oid::int8, n.nspname, c.relname
  WHERE c.relkind = 'm' AND c.relispopulated AND {USER_SCHEMA} AND {USER_TABLE}
  ORDER BY 2, 3
 """
-# What each view reads, other views among it; functions that read something do not tell.
+# What each view reads, other views among it; what functions read is not known.
 _READS = """
 SELECT DISTINCT r.ev_class::int8, d.refobjid::int8
   FROM pg_rewrite r

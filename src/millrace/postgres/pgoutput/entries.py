@@ -32,7 +32,7 @@ class Entries:
     """Values of rows: those of row n are from offset[n] up to offset[n + 1]."""
 
     offset: NDArray[np.int32]
-    # A number that stands for a column of a table.
+    # The number of a column of a table.
     column: NDArray[np.int32]
     at: NDArray[np.int32]
     # In bytes, or NULL.

@@ -36,7 +36,7 @@ from millrace.postgres.kernel import be32, kernel
 
 Bytes = NDArray[np.uint8]
 
-# 'd', length, 'w' and three positions: what stands before the message in its frame.
+# 'd', length, 'w' and three positions: what is before the message in its frame.
 FRAME_HEADER_BYTES: Final = 30
 # The server refuses to build anything larger than 1 GB; a length beyond that is damage.
 MAX_FRAME_BYTES: Final = 0x40000000
@@ -78,7 +78,7 @@ class Messages:
     # The last keepalive, if there was one.
     wal_end: int | None = None
     reply_requested: bool = False
-    # What stands at `consumed` is another kind of message: the stream is over.
+    # What is at `consumed` is another kind of message: the stream is over.
     is_over: bool = False
 
     def __len__(self) -> int:
@@ -241,7 +241,7 @@ class RelationColumn:
     """A published column."""
 
     name: str
-    # 0 when the plugin does not tell.
+    # 0 when the plugin does not send it.
     type_oid: int
     type_modifier: int
     is_key: bool
@@ -254,7 +254,7 @@ class Partition:
     schema: str
     name: str
     root_oid: int
-    # Columns that tell any two rows of the root apart, whichever partitions they are in.
+    # Columns that identify a row of the root, whichever partitions they are in.
     keys: tuple[frozenset[str], ...] = ()
     # Which rows of the root it holds, as SQL; empty for all, None where nobody asked.
     condition: str | None = None
@@ -382,7 +382,7 @@ def decode_relation(message: bytes, encoding: str = "utf-8") -> RelationVersion:
     """Names are in the client encoding of the connection; `encoding` is Python's name for it."""
     reader = _Reader(message, b"R", "Relation")
     (oid,) = reader.take(">I")
-    # The empty name stands for pg_catalog.
+    # The empty name means pg_catalog.
     schema = reader.take_name(encoding) or "pg_catalog"
     name = reader.take_name(encoding)
     identity, count = reader.take(">cH")

@@ -15,7 +15,7 @@ Row = dict[str, str | Unchanged | None]
 
 @dataclass(frozen=True)
 class BeginText:
-    """The start of a transaction; what the plugin does not tell is 0."""
+    """The start of a transaction; what the plugin does not send is 0."""
 
     xid: int
     commit_lsn: int = 0
@@ -24,7 +24,7 @@ class BeginText:
 
 @dataclass(frozen=True)
 class CommitText:
-    """The end of a transaction; what the plugin does not tell is 0."""
+    """The end of a transaction; what the plugin does not send is 0."""
 
     xid: int
     committed_at_microseconds: int

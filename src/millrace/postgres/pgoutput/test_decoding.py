@@ -7,7 +7,7 @@
     table public.a, public.b: TRUNCATE: restart_seqs cascade
     COMMIT 726 (at 2026-11-15 23:37:49.383061+00)
 
-Names are quoted identifiers. Numbers stand bare, booleans are words, bit strings have a B before
+Names are quoted identifiers. Numbers are bare, booleans are words, bit strings have a B before
 the quotes, everything else is quoted with quotes doubled. Old rows leave out what is NULL.
 
 Facts: contrib/test_decoding/test_decoding.c, print_literal() and tuple_to_stringinfo().

@@ -113,7 +113,7 @@ def locate(
     lsn: NDArray[np.uint64],
     columns: int,
 ) -> Rows:
-    """Find the values of these row messages, all of one table with so many columns."""
+    """Find the values of these row messages, all of one table with that number of columns."""
     count = len(kind)
     has_old = bool(np.any(kind != INSERT))
     new = _empty(count, columns)

@@ -198,7 +198,7 @@ def dump_roles(tools: Installation, source: Dsn, *, passwords: bool) -> str:
 
 
 def _without_timeouts(dsn: Dsn) -> Dsn:
-    """For pg_dumpall: pg_dump turns them off by itself. Only those that are set: there are poolers
+    """For pg_dumpall: pg_dump turns them off on its own. Only those that are set: there are poolers
     that know no options."""
     with connect(dsn, "schema") as connection, translated("reading the source's timeouts"):
         # The session's own are off already.

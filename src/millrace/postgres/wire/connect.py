@@ -50,10 +50,10 @@ SESSION_SETTINGS = {
     "tcp_keepalives_count": "6",
 }
 # The server looks every so often if its client is still there while it works (14+),
-# so that the backend of a killed task does not go on alone.
+# so that the backend of a killed task does not keep running.
 CLIENT_CHECK_INTERVAL = "5s"
 # What is committed must survive a crash of the target: later steps, and the summary, rest on
-# it. A server that waits for its standbys goes on to do so.
+# it. A server that waits for its standbys keeps waiting.
 _COMMITS_LAST = (
     "CASE current_setting('synchronous_commit') WHEN 'off'"
     " THEN set_config('synchronous_commit', 'local', false) END"
@@ -61,7 +61,7 @@ _COMMITS_LAST = (
 # Leaves room for "millrace apply " before it and " catalog" behind it.
 OWNER_BYTES = 40
 _DIGITS = 12
-# How long a session that was told to end may take to roll back.
+# How long a session that was terminated may take to roll back.
 END_SECONDS = 30.0
 
 _SNAPSHOT_GONE = re.compile(
@@ -106,7 +106,7 @@ def session_sql(server_version: int, **more: str) -> str:
 
 
 class _Session(psycopg.Connection[tuple[Any, ...]]):
-    """Where every statement commits by itself the end of a block has nothing to commit; psycopg
+    """Where every statement commits on its own, the end of a block has nothing to commit; psycopg
     would try, and raise an error of its own if the server has gone meanwhile."""
 
     def __exit__(self, *_: object) -> None:

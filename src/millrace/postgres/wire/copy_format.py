@@ -93,7 +93,7 @@ def _encode_binary(
 
 @kernel
 def _escape(byte: int) -> int:
-    """The letter that stands for this byte behind a backslash, or 0."""
+    """The letter that means this byte behind a backslash, or 0."""
     if byte > 92:
         return 0
     if byte == 92:

@@ -1,7 +1,7 @@
 """The state of a replication slot, and whether we can read it.
 
 Invariant: a slot is read only if it was made for the same plugin and database, and has all the WAL
-that it needs; what may still become usable is told apart from what is lost.
+that it needs; what may still become usable is not reported as lost.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The changes of a slot as the result of a query: how a large lag is caught up.
 
-Invariant: a batch begins where the slot stands, which is where the spool ends, and ends at a
+Invariant: a batch begins at the slot's position, which is the end of the spool, and ends at a
 position before which nothing is missing; both are read in the session that gives the batch. The
 slot moves only when the batch is confirmed, so one that breaks off is simply sent again, by
 whoever reads the slot next.
@@ -118,7 +118,7 @@ class BatchSizes:
 
 
 def sizes_from(least_bytes: int) -> BatchSizes:
-    """With batches from so many bytes on; 0 for none ever."""
+    """With batches from this number of bytes on; 0 for none ever."""
     return BatchSizes(least_bytes=least_bytes or sys.maxsize)
 
 

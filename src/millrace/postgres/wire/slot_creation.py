@@ -147,7 +147,7 @@ def _first(results: list[PGresult], slot: str) -> PGresult:
 
 
 def _take_back(connection: PGconn, slot: str) -> None:
-    """Cancel what goes on; a slot that has come into being meanwhile is dropped again."""
+    """Cancel what is running; a slot that has come into being meanwhile is dropped again."""
     if connection.transaction_status != pq.TransactionStatus.ACTIVE:
         return  # it has failed, or the connection is gone
     log.info("stopping the creation of replication slot %s", slot)
@@ -158,7 +158,7 @@ def _take_back(connection: PGconn, slot: str) -> None:
             select.select([connection.socket], [], [], POLL_SECONDS)
             connection.consume_input()
         if connection.is_busy():
-            return  # the server notices by itself that we are gone
+            return  # the server notices that we are gone
         if any(result.status == pq.ExecStatus.TUPLES_OK for result in drain(connection)):
             execute(connection, f"DROP_REPLICATION_SLOT {ident(slot)}")
 

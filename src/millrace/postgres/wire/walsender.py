@@ -54,7 +54,7 @@ class TimelineEnd:
 
 @dataclass(frozen=True)
 class SystemState:
-    """Which cluster a server is, and where in its history it stands."""
+    """Which cluster a server is, and its position in its history."""
 
     # A standby has its primary's.
     identifier: str
@@ -62,7 +62,7 @@ class SystemState:
     # What is on its disk; on a standby, what was received or replayed.
     flushed_lsn: int
     is_standby: bool
-    # Of its postmaster, as the server prints it: tells it from every other server.
+    # Of its postmaster, as the server prints it: no other server has the same.
     started_at: str
     # The timelines that lead to its own, oldest first.
     history: tuple[TimelineEnd, ...] = ()

@@ -166,7 +166,9 @@ def test_an_ordinary_role_can_install_and_use_tubes(source_cluster: Cluster) -> 
             connection.execute("DELETE FROM pods")
             assert connection.execute("SELECT tube_rotate(max_age => '0')").fetchone() == (0,)
             assert connection.execute("SELECT tube_rotate(max_age => '0')").fetchone() == (1,)
-            assert connection.execute("SELECT tube_epoch(), tube_epoch(true)").fetchone() == (1, 2)
+            row = connection.execute("SELECT tube_epoch(), tube_epoch(true)").fetchone()
+            assert row is not None
+            assert row[0] < row[1]
             uninstall(connection, "tube", drop_tubes=True)
     finally:
         source_cluster.drop_database(name)

@@ -18,7 +18,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from millrace.cli import options, tube_run
+from millrace.cli import options, tube_run, tube_verify
 from millrace.cli.display import console
 from millrace.config.dsn import Dsn
 from millrace.log import setup_logging
@@ -42,6 +42,7 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 app.command("run")(tube_run.run)
+app.command("verify")(tube_verify.verify)
 app.command("dead")(tube_run.dead)
 app.command("retry")(tube_run.retry)
 app.command("discard")(tube_run.discard)
@@ -146,6 +147,27 @@ def stats(source: Source = "", schema: Schema = "", as_json: options.AsJson = Fa
     _print(rows, as_json=False)
     if pages:
         _print(pages, as_json=False)
+
+
+@app.command("epoch")
+def epoch(
+    source: Source = "",
+    schema: Schema = "",
+    is_raised: Annotated[
+        bool,
+        typer.Option("--raise", help="Raise it: the source was restored from an older copy."),
+    ] = False,
+    as_json: options.AsJson = False,
+) -> None:
+    """Show the epoch of the versions of documents, or raise it.
+
+    It rises by itself, before the first delivery, when the source is another server or on another
+    timeline. Raise it by hand if the source was put back to an earlier state in another way, such
+    as by a snapshot of its disk.
+    """
+    with _using(source, schema) as connection:
+        (row,) = _rows(connection, f"SELECT tube_epoch({str(is_raised).lower()}) AS epoch")
+    print(json.dumps(row) if as_json else row["epoch"])
 
 
 @app.command("create")

@@ -32,6 +32,23 @@ TubeName = Annotated[str, typer.Option("--tube", metavar="NAME", help="The tube.
 SchemaName = Annotated[
     str, typer.Option("--schema", help="Where it is installed, if there are several.")
 ]
+Enrich = Annotated[
+    str,
+    typer.Option(
+        metavar="SQL",
+        help="A SELECT that returns the rows of the keys in $1, an array, with the key and"
+        " whatever else belongs to a document; or python:module:function, called with an"
+        " Arrow batch of keys. A key without a row is a deletion.",
+    ),
+]
+SinkAddress = Annotated[
+    str,
+    typer.Option(
+        metavar="URI",
+        help="Where documents go: postgresql://.../database?table=NAME, jsonl:FILE,"
+        " tantivy:DIR, or a sink of another package.",
+    ),
+]
 TubeArgument = Annotated[str, typer.Argument(metavar="TUBE", help="Name of the tube.")]
 Keys = Annotated[
     list[str], typer.Option("--key", help="Only this id; may be repeated. Without it, all of them.")
@@ -40,23 +57,8 @@ Keys = Annotated[
 
 def run(
     tube: TubeName,
-    enrich: Annotated[
-        str,
-        typer.Option(
-            metavar="SQL",
-            help="A SELECT that returns the rows of the keys in $1, an array, with the key and"
-            " whatever else belongs to a document; or python:module:function, called with an"
-            " Arrow batch of keys. A key without a row is a deletion.",
-        ),
-    ],
-    sink: Annotated[
-        str,
-        typer.Option(
-            metavar="URI",
-            help="Where documents go: postgresql://.../database?table=NAME, jsonl:FILE,"
-            " tantivy:DIR, or a sink of another package.",
-        ),
-    ],
+    enrich: Enrich,
+    sink: SinkAddress,
     source: options.Source = "",
     schema: SchemaName = "",
     workers: Annotated[

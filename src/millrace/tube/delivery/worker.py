@@ -18,12 +18,12 @@ from dataclasses import dataclass
 
 from millrace import failpoint
 from millrace.errors import ConfigError, MillraceError
-from millrace.postgres.quote import ident
 from millrace.postgres.wire.connect import translated
 from millrace.retry import is_transient, iter_pauses
 from millrace.sink.document import Version
 from millrace.tube.delivery.backfill import BackfillRunner
 from millrace.tube.delivery.dead import bury, forget, tables_with_dead
+from millrace.tube.delivery.epoch import draw_version, settle_epoch
 from millrace.tube.delivery.garbage import Collection, is_collection
 from millrace.tube.delivery.outlet import Outlet, open_outlet
 from millrace.tube.delivery.owner import give_up, try_own
@@ -122,6 +122,7 @@ class Worker:
             BackfillRunner(delivery) as backfills,
         ):
             self._reader, self._backfills = reader, backfills
+            settle_epoch(reader, delivery.schema)
             try:
                 return self._serve(time.monotonic() + self._task.lease_seconds)
             finally:
@@ -354,14 +355,7 @@ class Worker:
         )
 
     def _draw_version(self, tube: Tube) -> Version:
-        here = ident(tube.schema)
-        with translated("drawing a version"):
-            row = self._reader.execute(
-                f"SELECT epoch, nextval(%s::regclass) FROM {here}._tube_epoch".encode(),
-                (f"{here}.tube_seq",),
-            ).fetchone()
-        assert row is not None
-        return (row[0], row[1])
+        return draw_version(self._reader, tube.schema)
 
     def _outlet(self, tube: Tube, table: TubeTable) -> Outlet:
         found = self._outlets.get(table.id)

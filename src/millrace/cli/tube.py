@@ -18,7 +18,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from millrace.cli import options, tube_run, tube_verify
+from millrace.cli import options, tube_run, tube_stats, tube_verify
 from millrace.cli.display import console
 from millrace.config.dsn import Dsn
 from millrace.log import setup_logging
@@ -132,21 +132,28 @@ def list_command(source: Source = "", schema: Schema = "", as_json: options.AsJs
 
 
 @app.command("stats")
-def stats(source: Source = "", schema: Schema = "", as_json: options.AsJson = False) -> None:
-    """What waits in each partition of each tube, and since when."""
+def stats(
+    source: Source = "",
+    schema: Schema = "",
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Look again and again, with the rates of workers.")
+    ] = False,
+    interval: Annotated[
+        float, typer.Option(metavar="SECONDS", min=0.1, help="How often to look, with --watch.")
+    ] = 2.0,
+    as_json: options.AsJson = False,
+) -> None:
+    """What waits in each shard of each tube, and since when.
+
+    Lag is now minus the oldest pod that waits. With --watch it is shown anew every few seconds,
+    with the rates that running workers report; with --json, a line for each look.
+    """
     with _using(source, schema) as connection:
-        rows = _rows(
-            connection,
-            "SELECT *, extract(epoch FROM clock_timestamp() - inc_min_ts)::float AS inc_lag_seconds"
-            " FROM tube_stats()",
-        )
-        pages = _rows(connection, "SELECT * FROM tube_backfill_progress()")
-    if as_json:
-        print(json.dumps({"partitions": rows, "backfills": pages}, default=str))
-        return
-    _print(rows, as_json=False)
-    if pages:
-        _print(pages, as_json=False)
+        if watch:
+            place = find_schema(connection, schema or None)
+            tube_stats.watch(connection, place, interval, as_json=as_json)
+        else:
+            tube_stats.show_once(connection, as_json=as_json)
 
 
 @app.command("epoch")

@@ -15,15 +15,17 @@ from typing import Annotated
 import typer
 
 from millrace.cli import options
+from millrace.cli.tube_observe import DEFAULT_READY_LAG, ReadyLag, observing
 from millrace.errors import SinkError
+from millrace.follow.settings import LOOPBACK
 from millrace.log import setup_logging
 from millrace.postgres.wire.connect import connect, resolve
 from millrace.spark.session import Engine, default_master, parse_conf
 from millrace.tube.delivery.dead import discard_dead, read_dead, retry_dead
 from millrace.tube.delivery.plan import Delivery, DeliveryLimits, TableDelivery
+from millrace.tube.delivery.report import WorkerCounts
 from millrace.tube.delivery.run import check_delivery, run_delivery
 from millrace.tube.delivery.tube import find_tube
-from millrace.tube.delivery.worker import WorkerCounts
 from millrace.workdir.place import make_private
 
 log = logging.getLogger(__name__)
@@ -71,6 +73,9 @@ def run(
     tries: Annotated[
         int, typer.Option(min=1, help="Tries of an id alone until it is a dead letter.")
     ] = 5,
+    metrics_port: options.MetricsPort = None,
+    metrics_host: options.MetricsHost = LOOPBACK,
+    ready_lag: ReadyLag = DEFAULT_READY_LAG,
     directory: options.Directory = options.DEFAULT_DIRECTORY,
     master: options.Master = "",
     conf: options.Conf = [],  # noqa: B006
@@ -97,7 +102,16 @@ def run(
     delivery = check_delivery(delivery, workers)
     make_private(directory)
     log_path = directory / "spark.log"
-    with Engine(master or default_master(workers), parse_conf(conf), log_path) as engine:
+    with (
+        observing(
+            [delivery],
+            quiet=quiet,
+            metrics_port=metrics_port,
+            metrics_host=metrics_host,
+            ready_lag=ready_lag,
+        ),
+        Engine(master or default_master(workers), parse_conf(conf), log_path) as engine,
+    ):
         counts = run_delivery(delivery, workers, engine, stop=threading.Event(), on_progress=_tell)
     print(json.dumps(asdict(counts)) if as_json else _line(counts))
     # Not what was counted: a worker that failed has taken its numbers with it.

@@ -29,6 +29,7 @@ from millrace.tube.delivery.outlet import Outlet, open_outlet
 from millrace.tube.delivery.owner import give_up, try_own
 from millrace.tube.delivery.plan import Delivery
 from millrace.tube.delivery.pod import Pod, TubeChanged, delete_pods, fetch_pods
+from millrace.tube.delivery.report import LeaseReporter, WorkerCounts
 from millrace.tube.delivery.tube import Tube, TubeTable, open_reader, read_tube
 
 log = logging.getLogger(__name__)
@@ -46,17 +47,6 @@ MOST_REST_SECONDS = 30.0
 REST_FACTOR = 10
 # Two looks that find nothing: what was written before the first is delivered.
 EMPTY_LOOKS = 2
-
-
-@dataclass
-class WorkerCounts:
-    """What a worker has done, for people."""
-
-    pods: int = 0
-    ids: int = 0
-    deleted: int = 0
-    dead: int = 0
-    collected: int = 0
 
 
 @dataclass(frozen=True)
@@ -105,6 +95,7 @@ class Worker:
         self._limits = task.delivery.limits
         self._should_stop = should_stop
         self.counts = WorkerCounts()
+        self._reporter = LeaseReporter(task.delivery.schema, task.delivery.tube)
         self._outlets: dict[int, Outlet] = {}
         # By partition and number of their control pod.
         self._collections: dict[tuple[int, int], Collection] = {}
@@ -126,6 +117,7 @@ class Worker:
             try:
                 return self._serve(time.monotonic() + self._task.lease_seconds)
             finally:
+                self._reporter.send(reader, is_last=True)
                 self._close_outlets()
 
     def _serve(self, until: float) -> WorkerOutcome:
@@ -139,6 +131,8 @@ class Worker:
                 is_busy = self._own(tube, owned)
                 for partition in sorted(owned):
                     is_busy |= self._step(tube, partition)
+                    self._reporter.note(partition, self.counts)
+                self._reporter.send(self._reader)
             except TubeChanged:
                 give_up(self._reader)
                 owned.clear()
@@ -315,6 +309,7 @@ class Worker:
             try:
                 return self._write_once(tube, table, shards)
             except MillraceError as error:
+                self.counts.errors += 1
                 self._close_outlet(table.id)
                 if self._reader.closed:
                     raise
@@ -323,6 +318,7 @@ class Worker:
                 pause = next(pauses, None)
                 if pause is None:
                     raise
+                self.counts.retries += 1
                 log.warning("tube %s: %s; trying again in %.1f s", tube.name, error, pause)
             time.sleep(pause)
 
@@ -341,6 +337,7 @@ class Worker:
 
     def _rest(self, tube: Tube, table: TubeTable, error: MillraceError) -> _Rest:
         """Leave a table alone for a while, so that others go on."""
+        self.counts.retries += 1
         before = self._resting.get(table.id)
         pause = FIRST_REST_SECONDS if before is None else min(2 * before.pause, MOST_REST_SECONDS)
         self._resting[table.id] = _Resting(time.monotonic() + pause, pause)

@@ -24,6 +24,7 @@ from millrace.config.dsn import Dsn
 from millrace.log import setup_logging
 from millrace.postgres.wire.connect import connect
 from millrace.tube import backfill as backfills
+from millrace.tube.delivery.session import require_session
 from millrace.tube.install import (
     DEFAULT_SCHEMA,
     find_schema,
@@ -198,6 +199,7 @@ def create(
 def drop(tube: Tube, source: Source = "", schema: Schema = "") -> None:
     """Drop a tube with the pods in it, and detach its tables."""
     with _using(source, schema, tube) as connection:
+        _call(connection, "SELECT (_tube_find(%s)).id", tube)
         _call(connection, "SELECT tube_ensure_absent(%s)", tube)
 
 
@@ -245,6 +247,7 @@ def attach(
 def detach(tube: Tube, table: TableName, source: Source = "", schema: Schema = "") -> None:
     """Detach a table from a tube. Pods that are there stay."""
     with _using(source, schema, tube) as connection:
+        _call(connection, "SELECT (_tube_find_table(%s, %s::regclass)).id", tube, table)
         _call(connection, "SELECT tube_table_ensure_detached(%s, %s::regclass)", tube, table)
 
 
@@ -328,6 +331,7 @@ def _opened(source: str) -> Iterator[Connection]:
     with connect(dsn, "tube") as connection:
         connection.add_notice_handler(_show_notice)
         require_primary(connection)
+        require_session(connection, dsn)
         yield connection
 
 

@@ -26,6 +26,7 @@ from millrace.tube.delivery.plan import Delivery, DeliveryLimits, TableDelivery
 from millrace.tube.delivery.report import WorkerCounts
 from millrace.tube.delivery.run import check_delivery, run_delivery
 from millrace.tube.delivery.tube import find_tube
+from millrace.tube.install import require_primary
 from millrace.workdir.place import make_private
 
 log = logging.getLogger(__name__)
@@ -149,6 +150,7 @@ def retry(
 ) -> None:
     """Touch dead letters again, so that they are delivered anew."""
     with connect(options.parse_dsn(source, "source"), "tube") as session:
+        require_primary(session)
         count = retry_dead(session, find_tube(session, tube, schema or None), key or None)
     print(f"{count} touched again")
 
@@ -161,6 +163,7 @@ def discard(
 ) -> None:
     """Forget dead letters: their documents stay as they are."""
     with connect(options.parse_dsn(source, "source"), "tube") as session:
+        require_primary(session)
         count = discard_dead(session, find_tube(session, tube, schema or None), key or None)
     print(f"{count} discarded")
 

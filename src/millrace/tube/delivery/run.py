@@ -16,9 +16,10 @@ from millrace.engine import Engine
 from millrace.errors import ConfigError, InvariantError, MillraceError
 from millrace.retry import LONGEST_PAUSE_SECONDS, is_transient
 from millrace.tube.delivery.outlet import open_outlet
-from millrace.tube.delivery.owner import MOST_PARTITIONS, require_session
+from millrace.tube.delivery.owner import MOST_PARTITIONS
 from millrace.tube.delivery.plan import Delivery
 from millrace.tube.delivery.report import WorkerCounts
+from millrace.tube.delivery.session import require_session
 from millrace.tube.delivery.tube import find_tube, open_reader
 from millrace.tube.delivery.worker import WorkerOutcome, WorkerTask, serve
 from millrace.tube.install import require_primary
@@ -33,7 +34,7 @@ def check_delivery(delivery: Delivery, workers: int) -> Delivery:
     connection is a session, and every table's outlet opens."""
     with open_reader(delivery.source, delivery.tube) as source:
         require_primary(source)
-        require_session(source)
+        require_session(source, delivery.source)
         tube = find_tube(source, delivery.tube, delivery.schema or None)
         if workers > tube.partitions:
             raise ConfigError(

@@ -14,8 +14,8 @@ from millrace.engine import Engine
 from millrace.postgres.quote import ident
 from millrace.postgres.wire.connect import translated
 from millrace.tube.delivery.epoch import settle_epoch
-from millrace.tube.delivery.owner import require_session
 from millrace.tube.delivery.plan import Delivery
+from millrace.tube.delivery.session import require_session
 from millrace.tube.delivery.tube import Tube, find_tube, open_reader
 from millrace.tube.verify.attachment import Problem, find_problems
 from millrace.tube.verify.task import SinkFindings, VerifyTask, verify_sink
@@ -50,7 +50,7 @@ def verify(
 ) -> VerifyReport:
     """Look at attachments and documents; touch what differs, unless it is a dry run."""
     with open_reader(delivery.source, delivery.tube) as source:
-        require_session(source)
+        require_session(source, delivery.source)
         tube = find_tube(source, delivery.tube, delivery.schema or None)
         settle_epoch(source, tube.schema)
         problems = find_problems(source, tube)

@@ -101,12 +101,13 @@ def _mismatch(report: VerifyReport) -> MismatchError:
     if differences:
         parts.append(f"{differences:,} documents differ from their rows")
     if report.problems:
-        parts.append(f"{len(report.problems)} attachments are not whole")
-    if any(one.is_ahead for one in report.sinks):
+        parts.append("writes to attached tables may leave no pod")
+    is_ahead = any(one.is_ahead for one in report.sinks)
+    if is_ahead:
         parts.append("the sink holds versions that the source has not drawn")
     if report.is_dry_run:
-        hint = "run it without --dry-run to touch what differs; `millrace tube epoch --raise` if"
-        hint += " the source was restored"
+        hint = "run it without --dry-run to touch what differs"
+        hint += ", and to raise the epoch: the source was restored" if is_ahead else ""
     else:
         hint = "what differs was touched: deliver with `millrace tube run`, then verify again"
     return MismatchError("; ".join(parts), hint=hint, is_printed=True)

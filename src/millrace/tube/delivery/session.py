@@ -23,7 +23,7 @@ from millrace.postgres.wire.libpq import drain
 from millrace.tube.delivery.tube import Connection
 
 # A pool in session mode that is exhausted lets a second client wait; that is no sharing.
-_ANSWER_SECONDS: Final = 5.0
+_ANSWER_SECONDS: Final = 10.0
 
 
 def require_session(connection: Connection, dsn: Dsn) -> None:
@@ -36,7 +36,8 @@ def require_session(connection: Connection, dsn: Dsn) -> None:
         # us change ours, if servers are shared.
         with _other_client(dsn) as other:
             second = _pid_in_transaction(other)
-            is_shared = second == first or _pid(connection) != first
+            # One that waits for a server holds none, and must not make us wait for it in turn.
+            is_shared = second is not None and (second == first or _pid(connection) != first)
     if is_shared:
         raise ServerError(
             "the connection goes through a pooler in transaction mode, and tubes need a session"

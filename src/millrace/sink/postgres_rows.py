@@ -44,7 +44,7 @@ def iter_ids(session: PGconn, table: str, key: tuple[str, ...], limit: int) -> I
 def read_unequal(
     session: PGconn, table: str, names: tuple[str, ...], key: tuple[str, ...]
 ) -> dict[str, Difference]:
-    """The documents of the table `stage` that are not rows of the other one."""
+    """The documents of the table `stage` that are not rows of the other one; in a transaction."""
     same = " AND ".join(f"t.{ident(one)} = s.{ident(one)}" for one in key)
     present = f"t.{ident(key[0])} IS NOT NULL"
     differs = " OR ".join(
@@ -54,7 +54,10 @@ def read_unequal(
     )
     found = execute(
         session,
-        f"SELECT s._id, CASE WHEN s._deleted THEN 'surplus' WHEN {present} THEN 'different'"
+        # By the unique index: a page is small, and nothing is known of the stage's size.
+        "SET LOCAL enable_hashjoin = off; SET LOCAL enable_mergejoin = off;"
+        " SET LOCAL enable_seqscan = off;"
+        f" SELECT s._id, CASE WHEN s._deleted THEN 'surplus' WHEN {present} THEN 'different'"
         f" ELSE 'missing' END FROM stage s LEFT JOIN {table} t ON {same}"
         f" WHERE CASE WHEN s._deleted THEN {present} WHEN {present} THEN {differs or 'false'}"
         " ELSE true END",

@@ -17,7 +17,7 @@ from tests.fixtures.documents import DOCUMENT_KINDS, documents
 from millrace import failpoint
 from millrace.errors import ConfigError, MillraceError, SinkError
 from millrace.sink.document import JSON_KEY, DocumentOrigin
-from millrace.sink.protocol import DocumentSink, ListingSink, ShardChoice
+from millrace.sink.protocol import ComparableSink, DocumentSink, ListingSink, ShardChoice
 from millrace.sink.registry import open_document_sink
 
 SCHEMA = pa.schema(
@@ -196,6 +196,47 @@ def test_documents_of_a_shard_are_listed_by_their_age(kind: Kind) -> None:
         sink.commit(0)
     assert "d0" in kind.read()
     assert "d2" not in kind.read()
+
+
+def test_what_a_sink_holds_is_compared_with_what_it_should_hold(kind: Kind) -> None:
+    """A sink that can't list what it holds says so by its type."""
+    with closing(kind.open()) as sink:
+        if not isinstance(sink, ComparableSink):
+            assert kind.uri.startswith("jsonl:")
+            return
+        assert sink.newest_version() is None
+        assert list(sink.iter_held(2)) == []
+    rows = [(str(n), 1, body(str(n), f"it's {n}")) for n in range(5)]
+    rows += [("empty", 1, body("empty", "")), ("null", 1, body("null", None, weight=None))]
+    deliver(kind, (7, 30), *rows)
+    deliver(kind, (7, 31), ("4", 1, None))
+    with closing(kind.open()) as sink:
+        assert isinstance(sink, ComparableSink)
+        assert sink.newest_version() == (7, 31)
+        pages = list(sink.iter_held(2))
+        assert max(map(len, pages)) == 2
+        held = [id_ for page in pages for id_ in page]
+        assert sorted(held) == ["0", "1", "2", "3", "empty", "null"]
+        # The version does not matter.
+        assert sink.find_unequal(documents((1, 1), *rows[:4], *rows[5:], schema=SCHEMA)) == {}
+        found = sink.find_unequal(
+            documents(
+                (1, 1),
+                ("0", 1, body("0", "another")),
+                ("1", 1, body("1", "it's 1", stars=None)),
+                ("2", 1, None),
+                ("3", 1, body("3", "it's 3", weight=0.5)),
+                ("4", 1, body("4", "it's 4")),
+                ("empty", 1, body("empty", None)),
+                ("null", 1, body("null", "", weight=None)),
+                ("never", 1, None),
+                schema=SCHEMA,
+            )
+        )
+        assert found == dict.fromkeys(["0", "1", "3", "empty", "null"], "different") | {
+            "2": "surplus",
+            "4": "missing",
+        }
 
 
 def test_two_writers_take_turns(kind: Kind) -> None:

@@ -8,69 +8,20 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import psycopg
 import pyarrow as pa
 import pytest
 from tests.fixtures.direct_engine import DirectEngine
+from tests.fixtures.tube_source import ROUTED, fill
+from tests.fixtures.tube_source import TubeSource as Source
 from tests.fixtures.wait import wait_for
 
 from millrace import failpoint
-from millrace.config.dsn import Dsn
 from millrace.errors import ConfigError, SinkError
 from millrace.tube.delivery.dead import read_dead, retry_dead
-from millrace.tube.delivery.plan import Delivery, DeliveryLimits, TableDelivery
 from millrace.tube.delivery.run import check_delivery, run_delivery
 from millrace.tube.delivery.tube import find_tube
-from millrace.tube.delivery.worker import Worker, WorkerCounts, WorkerTask
-from millrace.tube.install import install
-
-ENRICH = "SELECT id, title, stars FROM article WHERE id = ANY($1) AND title <> 'hidden'"
-SCHEMA = """
-CREATE TABLE article (id bigint PRIMARY KEY, title text, stars int, region int);
-CREATE TABLE docs (id bigint PRIMARY KEY, title text, stars int);
-"""
-ROUTED = "SELECT tube_table_attach('t', 'article', routing => 'region')"
-LIMITS = DeliveryLimits(settle_seconds=0.0, tries=2)
-
-
-class Source:
-    """A database with a tube, and a table of documents beside it."""
-
-    def __init__(self, uri: str) -> None:
-        self.uri = uri
-        self.connection = psycopg.connect(uri, autocommit=True)
-        install(self.connection)
-        self.run(*SCHEMA.strip().splitlines(), "SET search_path = public, tube")
-
-    def run(self, *statements: str) -> None:
-        for statement in statements:
-            self.connection.execute(statement.encode())
-
-    def rows(self, query: str) -> list[tuple[Any, ...]]:
-        return self.connection.execute(query.encode()).fetchall()
-
-    def sink(self) -> str:
-        return f"{self.uri}&table=docs"
-
-    def delivery(self, enrich: str = ENRICH, sink: str = "", **more: Any) -> Delivery:
-        table = TableDelivery(enrich, sink or self.sink())
-        asked: dict[str, Any] = {"until_empty": True, "limits": LIMITS, **more}
-        return Delivery(Dsn.parse(self.uri), "tube", "t", {"": table}, **asked)
-
-    def deliver(self, workers: int = 1, **more: Any) -> WorkerCounts:
-        delivery = check_delivery(self.delivery(**more), workers)
-        return run_delivery(delivery, workers, DirectEngine(), stop=threading.Event())
-
-    def pods(self) -> int:
-        return int(self.rows("SELECT count(*) FROM t")[0][0])
-
-    def assert_equal(self, where: str = "title <> 'hidden'") -> None:
-        columns = "id, title, stars"
-        wanted = self.rows(f"SELECT {columns} FROM article WHERE {where} ORDER BY id")
-        assert self.rows(f"SELECT {columns} FROM docs ORDER BY id") == wanted
-        assert self.pods() == 0
+from millrace.tube.delivery.worker import Worker, WorkerTask
 
 
 @pytest.fixture
@@ -78,13 +29,6 @@ def source(source_db: str) -> Iterator[Source]:
     found = Source(source_db)
     with closing(found.connection):
         yield found
-
-
-def fill(source: Source, count: int = 1000) -> None:
-    source.run(
-        "INSERT INTO article SELECT i, 'title ' || i, i % 5, i % 7 - 3"
-        f" FROM generate_series(1, {count}) i"
-    )
 
 
 def test_rows_that_were_touched_arrive_and_those_that_are_gone_go(source: Source) -> None:

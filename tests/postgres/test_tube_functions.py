@@ -179,6 +179,24 @@ def test_stats_have_a_row_for_each_partition(tubes: TubeDatabase) -> None:
     assert count == "1000+" or count.startswith("~")
 
 
+def test_what_waits_is_told_for_each_shard(tubes: TubeDatabase) -> None:
+    tubes.run(
+        ITEM,
+        "SELECT tube_ensure_exists('pods', 3)",
+        "SELECT tube_table_ensure_attached('pods', 'item', -4)",
+        "SELECT pods_touch(7, '{1,2,3}', 'T')",
+        "SELECT pods_touch(7, '{4}', 'B')",
+        "SELECT pods_touch(7, '{}', 'T', '{\"type\": \"backfill_start\"}')",
+        "UPDATE pods SET ts = ts - interval '1 minute' WHERE op = 'T'",
+    )
+    found = tubes.rows(
+        "SELECT partition, shard, pods, ids, lag_seconds >= 60, backfill_pods, backfill_ids,"
+        " backfill_lag_seconds < 60, control_pods FROM tube_shards('pods')"
+    )
+    assert found == [(1, 7, 1, 3, True, 1, 1, True, 1), (2, -4, 0, 0, False, 0, 0, True, 0)]
+    assert tubes.rows("SELECT count(*) FROM tube_shards('no')") == [0]
+
+
 def test_long_and_odd_names_stay_apart(tubes: TubeDatabase) -> None:
     names = ["MyTube", "mytube", 'it\'s "a" tube', "x" * 63, "x" * 62 + "y", "ü" * 31]
     table = "t" * 62 + "é"[:0] + "z"

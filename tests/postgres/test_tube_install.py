@@ -12,8 +12,8 @@ from tests.fixtures.tubes import TubeDatabase
 from typer.testing import CliRunner
 
 from millrace.cli.main import app
-from millrace.errors import ConfigError, PreflightError
-from millrace.postgres.program.embedded import Cluster, open_cluster
+from millrace.errors import ConfigError
+from millrace.postgres.program.embedded import Cluster
 from millrace.tube.install import find_schema, install, render_sql, uninstall
 
 ITEM = "CREATE TABLE item (id bigint PRIMARY KEY, name text, n int)"
@@ -166,7 +166,9 @@ def test_an_ordinary_role_can_install_and_use_tubes(source_cluster: Cluster) -> 
             connection.execute("DELETE FROM pods")
             assert connection.execute("SELECT tube_rotate(max_age => '0')").fetchone() == (0,)
             assert connection.execute("SELECT tube_rotate(max_age => '0')").fetchone() == (1,)
-            assert connection.execute("SELECT tube_epoch(), tube_epoch(true)").fetchone() == (1, 2)
+            row = connection.execute("SELECT tube_epoch(), tube_epoch(true)").fetchone()
+            assert row is not None
+            assert row[0] < row[1]
             uninstall(connection, "tube", drop_tubes=True)
     finally:
         source_cluster.drop_database(name)
@@ -195,16 +197,6 @@ def test_a_dump_restores_tubes_that_work(tubes_16: TubeDatabase, tmp_path: Path)
             ]
     finally:
         tubes.cluster.drop_database(name)
-
-
-def test_a_standby_is_refused() -> None:
-    with (
-        open_cluster(16) as primary,
-        open_cluster(16, base_backup_of=primary) as standby,
-        psycopg.connect(standby.uri(), autocommit=True) as connection,
-        pytest.raises(PreflightError, match="standby"),
-    ):
-        install(connection)
 
 
 def run(*arguments: str, code: int = 0) -> str:

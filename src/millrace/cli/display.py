@@ -56,6 +56,9 @@ class Display(AbstractContextManager["Display"]):
     def update_follow(self, progress: FollowProgress) -> None:
         """Take note of how far the stream is."""
 
+    def update_line(self, line: str) -> None:
+        """Take note of whatever fits into a line."""
+
 
 class LineDisplay(Display):
     """A log line now and then."""
@@ -74,6 +77,11 @@ class LineDisplay(Display):
             return
         self._last = time.monotonic()
         log.info("%s", render_follow(progress))
+
+    def update_line(self, line: str) -> None:
+        if time.monotonic() - self._last >= LINES_EVERY_SECONDS:
+            self._last = time.monotonic()
+            log.info("%s", line)
 
 
 class LiveDisplay(Display):
@@ -94,6 +102,9 @@ class LiveDisplay(Display):
 
     def update_follow(self, progress: FollowProgress) -> None:
         self._live.update(render_follow_block(progress))
+
+    def update_line(self, line: str) -> None:
+        self._live.update(Text(line, style="bold"))
 
 
 def render_line(progress: Progress) -> str:

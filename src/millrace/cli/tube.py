@@ -18,12 +18,13 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from millrace.cli import options, tube_run
+from millrace.cli import options, tube_run, tube_stats, tube_verify
 from millrace.cli.display import console
 from millrace.config.dsn import Dsn
 from millrace.log import setup_logging
 from millrace.postgres.wire.connect import connect
 from millrace.tube import backfill as backfills
+from millrace.tube.delivery.session import require_session
 from millrace.tube.install import (
     DEFAULT_SCHEMA,
     find_schema,
@@ -42,6 +43,7 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 app.command("run")(tube_run.run)
+app.command("verify")(tube_verify.verify)
 app.command("dead")(tube_run.dead)
 app.command("retry")(tube_run.retry)
 app.command("discard")(tube_run.discard)
@@ -131,21 +133,49 @@ def list_command(source: Source = "", schema: Schema = "", as_json: options.AsJs
 
 
 @app.command("stats")
-def stats(source: Source = "", schema: Schema = "", as_json: options.AsJson = False) -> None:
-    """What waits in each partition of each tube, and since when."""
+def stats(
+    source: Source = "",
+    schema: Schema = "",
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Look again and again, with the rates of workers.")
+    ] = False,
+    interval: Annotated[
+        float, typer.Option(metavar="SECONDS", min=0.1, help="How often to look, with --watch.")
+    ] = 2.0,
+    as_json: options.AsJson = False,
+) -> None:
+    """What waits in each shard of each tube, and since when.
+
+    Lag is now minus the oldest pod that waits. With --watch it is shown anew every few seconds,
+    with the rates that running workers report; with --json, a line for each look.
+    """
     with _using(source, schema) as connection:
-        rows = _rows(
-            connection,
-            "SELECT *, extract(epoch FROM clock_timestamp() - inc_min_ts)::float AS inc_lag_seconds"
-            " FROM tube_stats()",
-        )
-        pages = _rows(connection, "SELECT * FROM tube_backfill_progress()")
-    if as_json:
-        print(json.dumps({"partitions": rows, "backfills": pages}, default=str))
-        return
-    _print(rows, as_json=False)
-    if pages:
-        _print(pages, as_json=False)
+        if watch:
+            place = find_schema(connection, schema or None)
+            tube_stats.watch(connection, place, interval, as_json=as_json)
+        else:
+            tube_stats.show_once(connection, as_json=as_json)
+
+
+@app.command("epoch")
+def epoch(
+    source: Source = "",
+    schema: Schema = "",
+    is_raised: Annotated[
+        bool,
+        typer.Option("--raise", help="Raise it: the source was restored from an older copy."),
+    ] = False,
+    as_json: options.AsJson = False,
+) -> None:
+    """Show the epoch of the versions of documents, or raise it.
+
+    It rises by itself, before the first delivery, when the source is another server or on another
+    timeline. Raise it by hand if the source was put back to an earlier state in another way, such
+    as by a snapshot of its disk.
+    """
+    with _using(source, schema) as connection:
+        (row,) = _rows(connection, f"SELECT tube_epoch({str(is_raised).lower()}) AS epoch")
+    print(json.dumps(row) if as_json else row["epoch"])
 
 
 @app.command("create")
@@ -169,6 +199,7 @@ def create(
 def drop(tube: Tube, source: Source = "", schema: Schema = "") -> None:
     """Drop a tube with the pods in it, and detach its tables."""
     with _using(source, schema, tube) as connection:
+        _call(connection, "SELECT (_tube_find(%s)).id", tube)
         _call(connection, "SELECT tube_ensure_absent(%s)", tube)
 
 
@@ -216,6 +247,7 @@ def attach(
 def detach(tube: Tube, table: TableName, source: Source = "", schema: Schema = "") -> None:
     """Detach a table from a tube. Pods that are there stay."""
     with _using(source, schema, tube) as connection:
+        _call(connection, "SELECT (_tube_find_table(%s, %s::regclass)).id", tube, table)
         _call(connection, "SELECT tube_table_ensure_detached(%s, %s::regclass)", tube, table)
 
 
@@ -299,6 +331,7 @@ def _opened(source: str) -> Iterator[Connection]:
     with connect(dsn, "tube") as connection:
         connection.add_notice_handler(_show_notice)
         require_primary(connection)
+        require_session(connection, dsn)
         yield connection
 
 

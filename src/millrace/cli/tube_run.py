@@ -15,15 +15,18 @@ from typing import Annotated
 import typer
 
 from millrace.cli import options
+from millrace.cli.tube_observe import DEFAULT_READY_LAG, ReadyLag, observing
 from millrace.errors import SinkError
+from millrace.follow.settings import LOOPBACK
 from millrace.log import setup_logging
 from millrace.postgres.wire.connect import connect, resolve
 from millrace.spark.session import Engine, default_master, parse_conf
 from millrace.tube.delivery.dead import discard_dead, read_dead, retry_dead
 from millrace.tube.delivery.plan import Delivery, DeliveryLimits, TableDelivery
+from millrace.tube.delivery.report import WorkerCounts
 from millrace.tube.delivery.run import check_delivery, run_delivery
 from millrace.tube.delivery.tube import find_tube
-from millrace.tube.delivery.worker import WorkerCounts
+from millrace.tube.install import require_primary
 from millrace.workdir.place import make_private
 
 log = logging.getLogger(__name__)
@@ -31,6 +34,23 @@ log = logging.getLogger(__name__)
 TubeName = Annotated[str, typer.Option("--tube", metavar="NAME", help="The tube.")]
 SchemaName = Annotated[
     str, typer.Option("--schema", help="Where it is installed, if there are several.")
+]
+Enrich = Annotated[
+    str,
+    typer.Option(
+        metavar="SQL",
+        help="A SELECT that returns the rows of the keys in $1, an array, with the key and"
+        " whatever else belongs to a document; or python:module:function, called with an"
+        " Arrow batch of keys. A key without a row is a deletion.",
+    ),
+]
+SinkAddress = Annotated[
+    str,
+    typer.Option(
+        metavar="URI",
+        help="Where documents go: postgresql://.../database?table=NAME, jsonl:FILE,"
+        " tantivy:DIR, or a sink of another package.",
+    ),
 ]
 TubeArgument = Annotated[str, typer.Argument(metavar="TUBE", help="Name of the tube.")]
 Keys = Annotated[
@@ -40,23 +60,8 @@ Keys = Annotated[
 
 def run(
     tube: TubeName,
-    enrich: Annotated[
-        str,
-        typer.Option(
-            metavar="SQL",
-            help="A SELECT that returns the rows of the keys in $1, an array, with the key and"
-            " whatever else belongs to a document; or python:module:function, called with an"
-            " Arrow batch of keys. A key without a row is a deletion.",
-        ),
-    ],
-    sink: Annotated[
-        str,
-        typer.Option(
-            metavar="URI",
-            help="Where documents go: postgresql://.../database?table=NAME, jsonl:FILE,"
-            " tantivy:DIR, or a sink of another package.",
-        ),
-    ],
+    enrich: Enrich,
+    sink: SinkAddress,
     source: options.Source = "",
     schema: SchemaName = "",
     workers: Annotated[
@@ -69,6 +74,9 @@ def run(
     tries: Annotated[
         int, typer.Option(min=1, help="Tries of an id alone until it is a dead letter.")
     ] = 5,
+    metrics_port: options.MetricsPort = None,
+    metrics_host: options.MetricsHost = LOOPBACK,
+    ready_lag: ReadyLag = DEFAULT_READY_LAG,
     directory: options.Directory = options.DEFAULT_DIRECTORY,
     master: options.Master = "",
     conf: options.Conf = [],  # noqa: B006
@@ -95,7 +103,16 @@ def run(
     delivery = check_delivery(delivery, workers)
     make_private(directory)
     log_path = directory / "spark.log"
-    with Engine(master or default_master(workers), parse_conf(conf), log_path) as engine:
+    with (
+        observing(
+            [delivery],
+            quiet=quiet,
+            metrics_port=metrics_port,
+            metrics_host=metrics_host,
+            ready_lag=ready_lag,
+        ),
+        Engine(master or default_master(workers), parse_conf(conf), log_path) as engine,
+    ):
         counts = run_delivery(delivery, workers, engine, stop=threading.Event(), on_progress=_tell)
     print(json.dumps(asdict(counts)) if as_json else _line(counts))
     # Not what was counted: a worker that failed has taken its numbers with it.
@@ -133,6 +150,7 @@ def retry(
 ) -> None:
     """Touch dead letters again, so that they are delivered anew."""
     with connect(options.parse_dsn(source, "source"), "tube") as session:
+        require_primary(session)
         count = retry_dead(session, find_tube(session, tube, schema or None), key or None)
     print(f"{count} touched again")
 
@@ -145,6 +163,7 @@ def discard(
 ) -> None:
     """Forget dead letters: their documents stay as they are."""
     with connect(options.parse_dsn(source, "source"), "tube") as session:
+        require_primary(session)
         count = discard_dead(session, find_tube(session, tube, schema or None), key or None)
     print(f"{count} discarded")
 

@@ -8,8 +8,9 @@ all is not used.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -62,18 +63,31 @@ class StreamMetrics(Collector):
 def serve_metrics(port: int | None, host: str = LOOPBACK) -> Iterator[StreamMetrics]:
     """Serve the metrics of streams on this port of an address; None serves nothing."""
     metrics = StreamMetrics()
-    if port is None:
+    with serve_registry(port, host, metrics.registry):
         yield metrics
+
+
+@contextmanager
+def serve_registry(
+    port: int | None,
+    host: str,
+    registry: CollectorRegistry,
+    wrap: Callable[[Any], Any] = lambda app: app,
+) -> Iterator[None]:
+    """The same for any registry; `wrap` may put something before the WSGI application."""
+    if port is None:
+        yield
         return
     try:
-        server, thread = start_http_server(port, host, metrics.registry)
+        server, thread = start_http_server(port, host, registry)
     except OSError as error:
         raise ConfigError(
             f"can't serve metrics on port {port} of {host}: {error.strerror}",
             hint="choose another --metrics-port, or --metrics-host",
         ) from error
+    server.set_app(wrap(server.get_app()))
     try:
-        yield metrics
+        yield
     finally:
         server.shutdown()
         server.server_close()

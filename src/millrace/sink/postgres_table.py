@@ -11,6 +11,7 @@ locked and not returned; so of two writers of one id the second sees the version
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Final
 from urllib.parse import parse_qsl, quote, urlencode
 
@@ -25,7 +26,8 @@ from millrace.postgres.quote import columns as column_list
 from millrace.postgres.quote import ident, literal
 from millrace.postgres.wire.libpq import copy_in, execute, open_session
 from millrace.sink.document import DocumentBatch, DocumentOrigin, Version
-from millrace.sink.protocol import Capabilities, ShardChoice
+from millrace.sink.postgres_rows import iter_ids, read_unequal
+from millrace.sink.protocol import Capabilities, Difference, ShardChoice
 
 SCHEMA: Final = "millrace_tube"
 _SETUP: Final = f"""
@@ -102,9 +104,7 @@ class PostgresTableSink:
     def write_documents(self, batch: DocumentBatch) -> None:
         execute(self._session, "TRUNCATE stage" if self._is_open else "BEGIN")
         self._is_open = True
-        arrays = [batch.ids, batch.shards, batch.is_deleted, *batch.body.columns]
-        rows = pa.RecordBatch.from_arrays(arrays, names=[*_OWN, *self._names])
-        copy_in(self._session, f"COPY stage FROM STDIN ({_FORMAT})", _csv(rows))
+        self._fill_stage(batch)
         execute(self._session, self._upsert(batch.version), "writing documents")
 
     def commit(self, position: int) -> None:
@@ -132,6 +132,31 @@ class PostgresTableSink:
             self._session,
             f"DELETE FROM {SCHEMA}.version WHERE {self._older(choice, older_than)} AND deleted",
         )
+
+    def iter_held(self, limit: int) -> Iterator[list[str]]:
+        return iter_ids(self._session, self._name, self._key, limit)
+
+    def find_unequal(self, batch: DocumentBatch) -> dict[str, Difference]:
+        execute(self._session, "BEGIN")
+        self._fill_stage(batch)
+        found = read_unequal(self._session, self._name, self._names, self._key)
+        execute(self._session, "ROLLBACK")
+        return found
+
+    def newest_version(self) -> Version | None:
+        found = execute(
+            self._session,
+            f"SELECT epoch, number FROM {SCHEMA}.version WHERE sink = {self._sink}"
+            " ORDER BY epoch DESC, number DESC LIMIT 1",
+        )[-1]
+        if not found.ntuples:
+            return None
+        return int(found.get_value(0, 0) or 0), int(found.get_value(0, 1) or 0)
+
+    def _fill_stage(self, batch: DocumentBatch) -> None:
+        arrays = [batch.ids, batch.shards, batch.is_deleted, *batch.body.columns]
+        rows = pa.RecordBatch.from_arrays(arrays, names=[*_OWN, *self._names])
+        copy_in(self._session, f"COPY stage FROM STDIN ({_FORMAT})", _csv(rows))
 
     def _older(self, choice: ShardChoice, version: Version) -> str:
         epoch, number = version

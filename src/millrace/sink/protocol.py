@@ -11,7 +11,9 @@ A sink takes change batches (`millrace.change`), documents, or both.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Protocol, runtime_checkable
 
 import pyarrow as pa
@@ -99,3 +101,26 @@ class ListingSink(DocumentSink, Protocol):
 
     def forget_deleted(self, choice: ShardChoice, older_than: Version) -> None:
         """Drop what deleted documents left behind: nothing older than this can arrive."""
+
+
+class Difference(StrEnum):
+    """How what a sink holds differs from a document that it should hold."""
+
+    MISSING = "missing"
+    # It holds a document that should be gone.
+    SURPLUS = "surplus"
+    DIFFERENT = "different"
+
+
+@runtime_checkable
+class ComparableSink(ListingSink, Protocol):
+    """Can be held against the source."""
+
+    def iter_held(self, limit: int) -> Iterator[list[str]]:
+        """The ids of all documents, in pages of at most `limit`."""
+
+    def find_unequal(self, batch: DocumentBatch) -> dict[str, Difference]:
+        """Which of these documents it does not hold as they are, whatever their version."""
+
+    def newest_version(self) -> Version | None:
+        """The largest that it was given; None if it holds nothing."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final
@@ -27,7 +28,7 @@ from millrace.sink.document import (
     iter_documents,
 )
 from millrace.sink.failure import FailureGuard
-from millrace.sink.protocol import Capabilities, ShardChoice
+from millrace.sink.protocol import Capabilities, Difference, ShardChoice
 
 # Names of columns do not begin like this one in the index.
 _ID, _SHARD, _EPOCH, _NUMBER, _DELETED = "_id", "_shard", "_epoch", "_number", "_deleted"
@@ -121,6 +122,44 @@ class TantivySink:
             writer.commit()
             writer.wait_merging_threads()
 
+    def iter_held(self, limit: int) -> Iterator[list[str]]:
+        """As the index is now: what is committed meanwhile moves no page."""
+        self._index.reload()
+        searcher, offset = self._index.searcher(), 0
+        query = self._term(_DELETED, 0)
+        while hits := searcher.search(query, limit=limit, count=False, offset=offset).hits:
+            yield [str(searcher.doc(address)[_ID][0]) for _, address in hits]
+            offset += limit
+
+    def find_unequal(self, batch: DocumentBatch) -> dict[str, Difference]:
+        ids = self._tantivy.Query.term_set_query(self._index.schema, _ID, batch.ids.to_pylist())
+        query = self._boolean(self._term(_DELETED, 0), ids)
+        held = {str(one[_ID][0]): one.to_dict() for one in self._search(query, len(batch))}
+        found: dict[str, Difference] = {}
+        for one in iter_documents(batch):
+            if one.body is None:
+                if one.id in held:
+                    found[one.id] = Difference.SURPLUS
+            elif one.id not in held:
+                found[one.id] = Difference.MISSING
+            elif not _is_equal(held[one.id], _values(one, batch.body.schema)):
+                found[one.id] = Difference.DIFFERENT
+        return found
+
+    def newest_version(self) -> Version | None:
+        self._index.reload()
+        searcher = self._index.searcher()
+        everything = self._tantivy.Query.all_query()
+        epoch = self._largest(searcher, everything, _EPOCH)
+        if epoch is None:
+            return None
+        number = self._largest(searcher, self._term(_EPOCH, epoch), _NUMBER)
+        return epoch, number or 0
+
+    def _largest(self, searcher: Any, query: Any, name: str) -> int | None:
+        hits = searcher.search(query, limit=1, count=False, order_by_field=name).hits
+        return int(searcher.doc(hits[0][1])[name][0]) if hits else None
+
     def _most(self, choice: ShardChoice, limit: int) -> int:
         """How many have to be looked at: which of all shards are chosen is not in the index."""
         return limit if choice.shard is not None else _MANY
@@ -193,19 +232,15 @@ class TantivySink:
         values = (one.shard, epoch, number, int(one.body is None))
         for name, value in zip(_OWN[1:], values, strict=True):
             found.add_integer(name, value)
-        for field in schema if one.body is not None else ():
-            value = (one.body or {})[field.name]
-            if value is None:
-                continue
-            if pa.types.is_integer(field.type):
-                found.add_integer(field.name, value)
-            elif pa.types.is_floating(field.type):
-                found.add_float(field.name, value)
-            elif pa.types.is_boolean(field.type):
-                found.add_boolean(field.name, value)
+        for name, value in _values(one, schema).items():
+            if pa.types.is_integer(kind := schema.field(name).type):
+                found.add_integer(name, value)
+            elif pa.types.is_floating(kind):
+                found.add_float(name, value)
+            elif pa.types.is_boolean(kind):
+                found.add_boolean(name, value)
             else:
-                text = value if isinstance(value, str) else json.dumps(value, default=str)
-                found.add_text(field.name, text)
+                found.add_text(name, value)
         return found
 
     def _search(self, query: Any, limit: int) -> list[Any]:
@@ -240,3 +275,29 @@ class TantivySink:
         return self._tantivy.Query.boolean_query(
             [(self._tantivy.Occur.Must, query) for query in queries]
         )
+
+
+def _values(one: Document, schema: pa.Schema) -> dict[str, Any]:
+    """What the index stores of a document; a value that is null has no entry."""
+    values: dict[str, Any] = {}
+    for field in schema:
+        value = (one.body or {}).get(field.name)
+        if value is None:
+            continue
+        is_own = (
+            isinstance(value, str)
+            or pa.types.is_integer(field.type)
+            or pa.types.is_floating(field.type)
+            or pa.types.is_boolean(field.type)
+        )
+        values[field.name] = value if is_own else json.dumps(value, default=str)
+    return values
+
+
+def _is_equal(held: dict[str, list[Any]], wanted: dict[str, Any]) -> bool:
+    stored = {name: values[0] for name, values in held.items() if name not in _OWN}
+    # Two NaN are the same value here.
+    return stored.keys() == wanted.keys() and all(
+        stored[name] == value or (stored[name] != stored[name] and value != value)
+        for name, value in wanted.items()
+    )

@@ -22,6 +22,13 @@ Connection = psycopg.Connection[tuple[Any, ...]]
 DEFAULT_SCHEMA = "tube"
 # Classes of SQLSTATE: data exception, syntax or access rule, object state.
 _MISTAKES = ("22", "42", "55", "P0")
+# For words of the server's own that say what is wrong, and not what to do.
+_HINTS = {
+    "42P01": "write a table with its schema, and odd names in double quotes, as in SQL",
+    "3F000": "write a table with its schema, and odd names in double quotes, as in SQL",
+    "42703": "names of columns are written as they are in the table",
+    "42809": "attach the tables that its rows come from",
+}
 
 
 def render_sql() -> str:
@@ -112,7 +119,7 @@ def refused() -> Iterator[None]:
         if (error.sqlstate or "")[:2] in _MISTAKES and error.diag.message_primary:
             raise ConfigError(
                 error.diag.message_primary,
-                hint=error.diag.message_hint or "",
+                hint=error.diag.message_hint or _HINTS.get(error.sqlstate or "", ""),
                 sqlstate=error.sqlstate,
             ) from error
         raise server_error(error, "tube") from error

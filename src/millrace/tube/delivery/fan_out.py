@@ -5,6 +5,8 @@ Invariant: a parent is enriched if any of its children was touched, in the shard
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from millrace.errors import ConfigError
 from millrace.postgres.wire.connect import translated
 from millrace.tube.delivery.enrich import SqlKeys
@@ -41,9 +43,13 @@ class FanOut:
         return str(row[0])
 
     def parents(self, shards: dict[str, int]) -> dict[str, int]:
+        return {parent: shards[child] for child, parent in self.pairs(shards)}
+
+    def pairs(self, children: Iterable[str]) -> list[tuple[str, str]]:
+        """(key of the child, key of the parent)."""
         with translated(f"fanning out from {self._table.label}"):
             rows = self._connection.execute(
                 "SELECT child::text, parent::text FROM"
-                f" ({self._keys.statement(list(shards))}) AS f (child, parent)".encode()
+                f" ({self._keys.statement(list(children))}) AS f (child, parent)".encode()
             ).fetchall()
-        return {parent: shards[child] for child, parent in rows if parent is not None}
+        return [(child, parent) for child, parent in rows if parent is not None]

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import zlib
 
-from millrace.errors import ServerError
 from millrace.postgres.wire.connect import translated
 from millrace.tube.delivery.tube import Connection, Tube
 
@@ -39,23 +38,6 @@ def give_up(connection: Connection) -> None:
     """All partitions of this session."""
     with translated("giving partitions up"):
         connection.execute("SELECT pg_advisory_unlock_all()")
-
-
-def require_session(connection: Connection) -> None:
-    """A pooler that shares sessions would lose our locks."""
-    with translated("looking for a pooler"):
-        first = connection.execute(
-            "SELECT pg_backend_pid(), set_config('millrace.session', 'ours', false)"
-        ).fetchone()
-        second = connection.execute(
-            "SELECT pg_backend_pid(), current_setting('millrace.session', true)"
-        ).fetchone()
-    if first != second:
-        raise ServerError(
-            "the connection goes through a pooler in transaction mode, and tubes need a session"
-            " for their locks",
-            hint="connect to the server itself, or use a pool in session mode",
-        )
 
 
 def _lock(tube: Tube, partition: int) -> tuple[int, int]:

@@ -10,16 +10,18 @@ import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields, replace
+from dataclasses import replace
 
 from millrace.engine import Engine
 from millrace.errors import ConfigError, InvariantError, MillraceError
 from millrace.retry import LONGEST_PAUSE_SECONDS, is_transient
 from millrace.tube.delivery.outlet import open_outlet
-from millrace.tube.delivery.owner import MOST_PARTITIONS, require_session
+from millrace.tube.delivery.owner import MOST_PARTITIONS
 from millrace.tube.delivery.plan import Delivery
+from millrace.tube.delivery.report import WorkerCounts
+from millrace.tube.delivery.session import require_session
 from millrace.tube.delivery.tube import find_tube, open_reader
-from millrace.tube.delivery.worker import WorkerCounts, WorkerOutcome, WorkerTask, serve
+from millrace.tube.delivery.worker import WorkerOutcome, WorkerTask, serve
 from millrace.tube.install import require_primary
 
 log = logging.getLogger(__name__)
@@ -32,7 +34,7 @@ def check_delivery(delivery: Delivery, workers: int) -> Delivery:
     connection is a session, and every table's outlet opens."""
     with open_reader(delivery.source, delivery.tube) as source:
         require_primary(source)
-        require_session(source)
+        require_session(source, delivery.source)
         tube = find_tube(source, delivery.tube, delivery.schema or None)
         if workers > tube.partitions:
             raise ConfigError(
@@ -62,9 +64,7 @@ def run_delivery(
 
     def note(outcome: WorkerOutcome) -> None:
         with lock:
-            for one in fields(WorkerCounts):
-                more = getattr(outcome.counts, one.name)
-                setattr(total, one.name, getattr(total, one.name) + more)
+            total.add(outcome.counts)
             on_progress(total)
 
     with ThreadPoolExecutor(workers, thread_name_prefix="tube") as threads:

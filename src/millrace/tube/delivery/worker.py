@@ -18,17 +18,18 @@ from dataclasses import dataclass
 
 from millrace import failpoint
 from millrace.errors import ConfigError, MillraceError
-from millrace.postgres.quote import ident
 from millrace.postgres.wire.connect import translated
 from millrace.retry import is_transient, iter_pauses
 from millrace.sink.document import Version
 from millrace.tube.delivery.backfill import BackfillRunner
 from millrace.tube.delivery.dead import bury, forget, tables_with_dead
+from millrace.tube.delivery.epoch import draw_version, settle_epoch
 from millrace.tube.delivery.garbage import Collection, is_collection
 from millrace.tube.delivery.outlet import Outlet, open_outlet
 from millrace.tube.delivery.owner import give_up, try_own
 from millrace.tube.delivery.plan import Delivery
 from millrace.tube.delivery.pod import Pod, TubeChanged, delete_pods, fetch_pods
+from millrace.tube.delivery.report import LeaseReporter, WorkerCounts
 from millrace.tube.delivery.tube import Tube, TubeTable, open_reader, read_tube
 
 log = logging.getLogger(__name__)
@@ -46,17 +47,6 @@ MOST_REST_SECONDS = 30.0
 REST_FACTOR = 10
 # Two looks that find nothing: what was written before the first is delivered.
 EMPTY_LOOKS = 2
-
-
-@dataclass
-class WorkerCounts:
-    """What a worker has done, for people."""
-
-    pods: int = 0
-    ids: int = 0
-    deleted: int = 0
-    dead: int = 0
-    collected: int = 0
 
 
 @dataclass(frozen=True)
@@ -105,6 +95,7 @@ class Worker:
         self._limits = task.delivery.limits
         self._should_stop = should_stop
         self.counts = WorkerCounts()
+        self._reporter = LeaseReporter(task.delivery.schema, task.delivery.tube)
         self._outlets: dict[int, Outlet] = {}
         # By partition and number of their control pod.
         self._collections: dict[tuple[int, int], Collection] = {}
@@ -122,9 +113,11 @@ class Worker:
             BackfillRunner(delivery) as backfills,
         ):
             self._reader, self._backfills = reader, backfills
+            settle_epoch(reader, delivery.schema)
             try:
                 return self._serve(time.monotonic() + self._task.lease_seconds)
             finally:
+                self._reporter.send(reader, is_last=True)
                 self._close_outlets()
 
     def _serve(self, until: float) -> WorkerOutcome:
@@ -138,6 +131,8 @@ class Worker:
                 is_busy = self._own(tube, owned)
                 for partition in sorted(owned):
                     is_busy |= self._step(tube, partition)
+                    self._reporter.note(partition, self.counts)
+                self._reporter.send(self._reader)
             except TubeChanged:
                 give_up(self._reader)
                 owned.clear()
@@ -314,6 +309,7 @@ class Worker:
             try:
                 return self._write_once(tube, table, shards)
             except MillraceError as error:
+                self.counts.errors += 1
                 self._close_outlet(table.id)
                 if self._reader.closed:
                     raise
@@ -322,6 +318,7 @@ class Worker:
                 pause = next(pauses, None)
                 if pause is None:
                     raise
+                self.counts.retries += 1
                 log.warning("tube %s: %s; trying again in %.1f s", tube.name, error, pause)
             time.sleep(pause)
 
@@ -340,6 +337,7 @@ class Worker:
 
     def _rest(self, tube: Tube, table: TubeTable, error: MillraceError) -> _Rest:
         """Leave a table alone for a while, so that others go on."""
+        self.counts.retries += 1
         before = self._resting.get(table.id)
         pause = FIRST_REST_SECONDS if before is None else min(2 * before.pause, MOST_REST_SECONDS)
         self._resting[table.id] = _Resting(time.monotonic() + pause, pause)
@@ -354,14 +352,7 @@ class Worker:
         )
 
     def _draw_version(self, tube: Tube) -> Version:
-        here = ident(tube.schema)
-        with translated("drawing a version"):
-            row = self._reader.execute(
-                f"SELECT epoch, nextval(%s::regclass) FROM {here}._tube_epoch".encode(),
-                (f"{here}.tube_seq",),
-            ).fetchone()
-        assert row is not None
-        return (row[0], row[1])
+        return draw_version(self._reader, tube.schema)
 
     def _outlet(self, tube: Tube, table: TubeTable) -> Outlet:
         found = self._outlets.get(table.id)

@@ -60,7 +60,7 @@ BEGIN
     -- Ours alone: made anew, so that a later version may change them.
     'tube_table_attach', 'tube_tables', 'tube_touch', 'tube_fetch_sql', 'tube_rotate',
     'tube_partitions_refresh', 'tube_backfill_begin', 'tube_backfill_page',
-    'tube_backfill_cancel', 'tube_backfill_progress', 'tube_epoch'))
+    'tube_backfill_cancel', 'tube_backfill_progress', 'tube_epoch', 'tube_shards'))
     LOOP
         EXECUTE 'DROP FUNCTION ' || old;
     END LOOP;

@@ -226,19 +226,3 @@ BEGIN
     EXECUTE format('SELECT seq, ts %s ORDER BY seq LIMIT 1', source) INTO min_seq, min_ts;
     EXECUTE format('SELECT seq, ts %s ORDER BY seq DESC LIMIT 1', source) INTO max_seq, max_ts;
 END $$;
-
--- The epoch of versions; raised when asked, and when this is another server, or another timeline,
--- than the one that it was noted on.
-CREATE FUNCTION tube_epoch(is_raised boolean = false) RETURNS integer
-LANGUAGE plpgsql SECURITY DEFINER AS $$
-#variable_conflict use_column
-DECLARE
-    now_timeline integer := ('x' || left(pg_walfile_name(pg_current_wal_lsn()), 8))::bit(32)::integer;
-    now_system bigint := (SELECT system_identifier FROM pg_control_system());
-    e integer;
-BEGIN
-    UPDATE _tube_epoch SET epoch = epoch + 1, timeline = now_timeline, system_identifier = now_system
-     WHERE is_raised OR timeline <> now_timeline OR system_identifier <> now_system;
-    SELECT epoch INTO e FROM _tube_epoch;
-    RETURN e;
-END $$;

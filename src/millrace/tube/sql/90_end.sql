@@ -15,7 +15,7 @@ BEGIN
     'tube_backfill_step2', 'tube_backfill_step3', 'tube_backfill_schedule', 'tube_table_attach',
     'tube_tables', 'tube_touch', 'tube_fetch_sql', 'tube_rotate', 'tube_partitions_refresh',
     'tube_backfill_begin', 'tube_backfill_page', 'tube_backfill_cancel', 'tube_backfill_progress',
-    'tube_epoch'))
+    'tube_epoch', 'tube_shards'))
     LOOP
         EXECUTE format('ALTER FUNCTION %s SET search_path = %s', f, _tube_path());
     END LOOP;

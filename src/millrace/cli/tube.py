@@ -18,7 +18,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from millrace.cli import options, tube_run
+from millrace.cli import options, tube_config, tube_run
 from millrace.cli.display import console
 from millrace.config.dsn import Dsn
 from millrace.log import setup_logging
@@ -42,6 +42,7 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 app.command("run")(tube_run.run)
+app.command("apply")(tube_config.apply)
 app.command("dead")(tube_run.dead)
 app.command("retry")(tube_run.retry)
 app.command("discard")(tube_run.discard)

@@ -17,8 +17,8 @@ from millrace.postgres.quote import ident
 from millrace.postgres.wire.connect import translated
 from millrace.tube.delivery.tube import Connection, Tube
 
-_CHANGED = "22023"
-_NO_OBJECT = "42704"
+# invalid_parameter_value: other partitions; undefined_object and undefined_table: dropped.
+_CHANGED = ("22023", "42704", "42P01")
 
 
 class TubeChanged(Exception):
@@ -79,6 +79,6 @@ class _checked:
         self._translated.__enter__()
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, psycopg.Error) and error.sqlstate in (_CHANGED, _NO_OBJECT):
+        if isinstance(error, psycopg.Error) and error.sqlstate in _CHANGED:
             raise TubeChanged(self._tube.name) from error
         self._translated.__exit__(kind, error, trace)

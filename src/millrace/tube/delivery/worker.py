@@ -92,6 +92,7 @@ class _Rest(Exception):
 class _Resting:
     until: float
     pause: float
+    error: MillraceError
 
 
 class Worker:
@@ -156,6 +157,9 @@ class Worker:
     def _is_quiet(self) -> bool:
         if self._backfills.failure is not None:
             raise self._backfills.failure
+        for resting in self._resting.values():
+            if not is_transient(resting.error):
+                raise resting.error  # the others are delivered
         return not self._collections and not self._resting and self._backfills.is_idle
 
     def _read_tube(self) -> Tube:
@@ -169,8 +173,13 @@ class Worker:
         found = self._read_tube()
         if found.partitions != tube.partitions:
             raise TubeChanged(tube.name)
-        for table in set(tube.tables) - set(found.tables):
+        changed = set(tube.tables) - set(found.tables)
+        for table in changed:
             self._close_outlet(table.id)
+            self._resting.pop(table.id, None)
+        for place, collection in list(self._collections.items()):
+            if collection.table in changed:
+                del self._collections[place]  # its pod is still there
         return found
 
     def _own(self, tube: Tube, owned: set[int]) -> bool:
@@ -194,6 +203,10 @@ class Worker:
     def _step(self, tube: Tube, partition: int) -> bool:
         """One batch, control pod or page of garbage; whether there was something to do."""
         waiting = self._fetch(tube, partition)
+        if {pod.table_id for pod in waiting} - {table.id for table in tube.tables} - {None}:
+            # Of a table that was attached, or detached, since the tube was read.
+            tube = self._refresh(tube)
+            waiting = [pod for pod in waiting if not self._is_resting(tube, pod)]
         ahead = [pod for pod in waiting if pod.op != "B"]
         if not ahead and self._collect(tube, partition):
             return True
@@ -342,7 +355,7 @@ class Worker:
         """Leave a table alone for a while, so that others go on."""
         before = self._resting.get(table.id)
         pause = FIRST_REST_SECONDS if before is None else min(2 * before.pause, MOST_REST_SECONDS)
-        self._resting[table.id] = _Resting(time.monotonic() + pause, pause)
+        self._resting[table.id] = _Resting(time.monotonic() + pause, pause, error)
         log.warning("tube %s: %s: %s; trying again in %.1f s", tube.name, table.label, error, pause)
         return _Rest(str(error))
 
@@ -366,8 +379,14 @@ class Worker:
     def _outlet(self, tube: Tube, table: TubeTable) -> Outlet:
         found = self._outlets.get(table.id)
         if found is None:
-            plan = self._delivery.require_table(table.label)
-            found = self._outlets[table.id] = open_outlet(self._reader, tube, table, plan)
+            try:
+                plan = self._delivery.require_table(table.label)
+                found = self._outlets[table.id] = open_outlet(self._reader, tube, table, plan)
+            except MillraceError as error:
+                # No id is at fault. Somebody may mend it, and other tables go on.
+                if self._reader.closed:
+                    raise
+                raise self._rest(tube, table, error) from error
         return found
 
     def _close_outlets(self) -> None:

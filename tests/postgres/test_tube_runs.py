@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -21,8 +21,10 @@ from millrace.cli.main import app
 from millrace.config.dsn import Dsn
 from millrace.errors import ConfigError, EngineLost, PreflightError, TubeLost
 from millrace.postgres.wire.connect import connect
+from millrace.tube import config_watch
 from millrace.tube.apply import apply_changes, plan_changes
 from millrace.tube.config import read_tube_file
+from millrace.tube.config_watch import ConfigWatch
 from millrace.tube.delivery import run as run_module
 from millrace.tube.delivery import runs as runs_module
 from millrace.tube.delivery import watch, worker
@@ -94,10 +96,12 @@ def pods(tubes: TubeDatabase, name: str) -> int:
 
 
 @contextmanager
-def running(*runs: TubeRun) -> Iterator[ThreadEngine]:
+def running(
+    *runs: TubeRun, changed: Callable[[], Sequence[TubeRun] | None] = lambda: None
+) -> Iterator[ThreadEngine]:
     engine, stop = ThreadEngine(), threading.Event()
     with ThreadPoolExecutor(1) as threads:
-        future = threads.submit(run_deliveries, runs, engine, stop=stop)
+        future = threads.submit(run_deliveries, runs, engine, stop=stop, changed=changed)
         try:
             yield engine
         finally:
@@ -257,11 +261,10 @@ def test_problems_of_several_tubes_are_one_error(tubes: TubeDatabase) -> None:
     assert "tube tube_b: nothing says how public.c is delivered" in caught.value.message
 
 
-def test_the_tubes_of_a_file_are_delivered_by_one_program(
-    tubes: TubeDatabase, tmp_path: Path, in_this_process: None
-) -> None:
+def write_file(tubes: TubeDatabase, file: Path, names: str) -> None:
+    """A file with these tubes; the database is made so."""
     lines = [f'source = "{tubes.uri}"', "[limits]", "tries = 2"]
-    for name in "ab":
+    for name in names:
         lines += [
             f"[tubes.tube_{name}]",
             "partitions = 2",
@@ -270,10 +273,54 @@ def test_the_tubes_of_a_file_are_delivered_by_one_program(
             f'enrich = "SELECT id, v FROM {name} WHERE id = ANY($1)"',
             f'sink = "{tubes.uri}&table=docs_{name}"',
         ]
-    file = tmp_path / "tube.toml"
     file.write_text("\n".join(lines))
     with connect(Dsn.parse(tubes.uri), "test") as session:
         apply_changes(session, plan_changes(session, read_tube_file(file)), lambda step: None)
+
+
+def test_a_file_that_is_changed_while_its_tubes_are_delivered_is_read_again(
+    tubes: TubeDatabase,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(config_watch, "WATCH_SECONDS", 0.05)
+    file = tmp_path / "tube.toml"
+    write_file(tubes, file, "a")
+    planned = read_tube_file(file)
+    config = ConfigWatch(planned, Dsn.parse(tubes.uri), "", until_empty=False)
+    asked: list[int] = []
+
+    def require(runs: Sequence[TubeRun]) -> None:
+        asked.append(sum(run.workers for run in runs))
+        require_slots(ThreadEngine(slots=2), asked[-1])
+
+    with running(*config.runs(), changed=lambda: config.changed(require)):
+        fill(tubes, "a")
+        wait_for_docs(tubes, "a")
+        write_file(tubes, file, "ab")
+        fill(tubes, "b")
+        wait_for_docs(tubes, "b")
+        file.write_text("[tubes")
+        wait_for(lambda: "is not valid TOML" in caplog.text)
+        write_file(tubes, file, "abc")
+        wait_for(lambda: "3 workers need a slot each; what was planned before" in caplog.text)
+        fill(tubes, "a")
+        wait_for_docs(tubes, "a")
+        write_file(tubes, file, "b")
+        wait_for(lambda: "tube tube_a is not delivered any more" in caplog.text)
+        fill(tubes, "a")
+        fill(tubes, "b")
+        wait_for_docs(tubes, "b")
+        assert pods(tubes, "a") == 2
+    assert asked == [2, 3, 1]
+
+
+def test_the_tubes_of_a_file_are_delivered_by_one_program(
+    tubes: TubeDatabase, tmp_path: Path, in_this_process: None
+) -> None:
+    file = tmp_path / "tube.toml"
+    write_file(tubes, file, "ab")
     for name in "ab":
         fill(tubes, name)
     run = ["tube", "run", "--config", str(file), "--dir", str(tmp_path / "dir")]

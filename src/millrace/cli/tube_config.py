@@ -18,8 +18,8 @@ from millrace.config.dsn import Dsn
 from millrace.log import setup_logging
 from millrace.postgres.wire.connect import connect, resolve
 from millrace.tube.apply import Changes, apply_changes, plan_changes
-from millrace.tube.config import TubeFile, plan_deliveries, read_tube_file
-from millrace.tube.delivery.runs import TubeRun, check_runs
+from millrace.tube.config import TubeFile, read_tube_file
+from millrace.tube.config_watch import ConfigWatch
 from millrace.tube.difference import Step
 
 log = logging.getLogger(__name__)
@@ -67,14 +67,10 @@ def apply(
     _print(changes, done, as_json=as_json, dry_run=dry_run)
 
 
-def plan_runs(config: Path, source: str, schema: str, *, until_empty: bool) -> list[TubeRun]:
-    """The tubes of a file, checked."""
+def open_config(config: Path, source: str, schema: str, *, until_empty: bool) -> ConfigWatch:
+    """What a file plans."""
     file = read_tube_file(config)
-    address = resolve(_address(file, source))
-    planned = plan_deliveries(file, address, schema or file.schema, until_empty=until_empty)
-    runs = [TubeRun(delivery, workers) for delivery, workers in planned]
-    check_runs(runs)
-    return runs
+    return ConfigWatch(file, resolve(_address(file, source)), schema, until_empty=until_empty)
 
 
 def _address(file: TubeFile, source: str) -> Dsn:

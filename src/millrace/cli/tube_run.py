@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import logging
 import threading
+from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -20,10 +22,11 @@ from millrace.errors import ConfigError, SinkError
 from millrace.log import setup_logging
 from millrace.postgres.wire.connect import connect, resolve
 from millrace.spark.session import Engine, default_master, parse_conf
+from millrace.tube.config_watch import ConfigWatch
 from millrace.tube.delivery.dead import discard_dead, read_dead, retry_dead
 from millrace.tube.delivery.plan import Delivery, DeliveryLimits, TableDelivery
 from millrace.tube.delivery.run import check_delivery, require_slots, run_delivery
-from millrace.tube.delivery.runs import TubeRun, run_deliveries
+from millrace.tube.delivery.runs import TubeRun, check_runs, run_deliveries
 from millrace.tube.delivery.tube import find_tube
 from millrace.tube.delivery.worker import WorkerCounts
 from millrace.workdir.place import make_private
@@ -32,6 +35,8 @@ log = logging.getLogger(__name__)
 
 # Options that say how one tube is delivered.
 _OF_ONE = ("workers", "batch", "tries")
+# For workers of tubes that a file gets later: a slot that is not used costs nothing.
+_SPARE_SLOTS = 8
 
 TubeName = Annotated[
     str, typer.Option("--tube", metavar="NAME", help="The tube.", show_default=False)
@@ -105,6 +110,7 @@ def run(
     fails does not stop the others; tables and tubes that come and go are picked up.
     """
     setup_logging(verbose=verbose, quiet=quiet, as_json=log_json)
+    watch: ConfigWatch | None = None
     given = {name: _is_given(context, name) for name in ("tube", "enrich", "sink", *_OF_ONE)}
     if config is None:
         _require(given, ("tube", "enrich", "sink"))
@@ -115,13 +121,16 @@ def run(
         runs = [TubeRun(check_delivery(delivery, workers), workers)]
     else:
         _refuse(given)
-        runs = tube_config.plan_runs(config, source, schema, until_empty=until_empty)
+        watch = tube_config.open_config(config, source, schema, until_empty=until_empty)
+        runs = watch.runs()
+        check_runs(runs)
     workers = sum(one.workers for one in runs)
+    slots = workers if watch is None or until_empty else workers + _SPARE_SLOTS
     make_private(directory)
     log_path = directory / "spark.log"
-    with Engine(master or default_master(workers), parse_conf(conf), log_path) as engine:
+    with Engine(master or default_master(slots), parse_conf(conf), log_path) as engine:
         require_slots(engine, workers)
-        _deliver(runs, engine, alone=config is None)
+        _deliver(runs, engine, watch)
     counts = {one.delivery.tube: asdict(one.counts) for one in runs}
     if as_json:
         print(json.dumps(counts if config else counts[tube]))
@@ -195,10 +204,15 @@ def _refuse(given: dict[str, bool]) -> None:
         )
 
 
-def _deliver(runs: list[TubeRun], engine: Engine, *, alone: bool) -> None:
+def _deliver(runs: list[TubeRun], engine: Engine, watch: ConfigWatch | None) -> None:
     stop = threading.Event()
-    if not alone:
-        run_deliveries(runs, engine, stop=stop, on_progress=_tell)
+    if watch is not None:
+
+        def require(wanted: Sequence[TubeRun]) -> None:
+            require_slots(engine, sum(one.workers for one in wanted))
+
+        changed = partial(watch.changed, require)
+        run_deliveries(runs, engine, stop=stop, on_progress=_tell, changed=changed)
         return
     (one,) = runs
     one.counts = run_delivery(

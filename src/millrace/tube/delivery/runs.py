@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 
 AGAIN_SECONDS: Final = 3.0
 _LOOK_SECONDS: Final = 0.5
+_MOST_TUBES: Final = 1000
 
 
 @dataclass
@@ -34,6 +35,9 @@ class TubeRun:
     delivery: Delivery
     workers: int
     counts: WorkerCounts = field(default_factory=WorkerCounts)
+
+    def is_like(self, other: TubeRun) -> bool:
+        return (self.delivery, self.workers) == (other.delivery, other.workers)
 
 
 def check_runs(runs: Sequence[TubeRun]) -> None:
@@ -62,26 +66,77 @@ def run_deliveries(
     *,
     stop: threading.Event,
     on_progress: Callable[[str, WorkerCounts], None] = lambda tube, counts: None,
+    changed: Callable[[], Sequence[TubeRun] | None] = lambda: None,
 ) -> None:
-    """Until `stop`, or until all tubes are empty if that is asked for."""
-    over = threading.Event()
+    """Until `stop`, or until all tubes are empty if that is asked for. `changed` is asked again and
+    again for what is to be delivered from now on; None is the same as before."""
     engine.start()
-    with ThreadPoolExecutor(len(runs), thread_name_prefix="tubes") as threads:
-        running: dict[str, Future[None]] = {
-            run.delivery.tube: threads.submit(_keep_running, run, engine, over, on_progress)
-            for run in runs
-        }
+    with ThreadPoolExecutor(_MOST_TUBES, thread_name_prefix="tubes") as threads:
+        live = _LiveRuns(threads, engine, on_progress)
         try:
-            while wait(running.values(), _LOOK_SECONDS).not_done:
-                if stop.is_set() or any(map(_has_lost_engine, running.values())):
+            live.rearrange(runs)
+            while wait(live.futures(), _LOOK_SECONDS).not_done:
+                if stop.is_set() or any(map(_has_lost_engine, live.futures())):
                     break
+                again = changed()
+                if again is not None:
+                    live.rearrange(again)
         finally:
+            live.end()
+    live.raise_errors()
+
+
+class _LiveRuns:
+    """The tubes that are delivered now, each in a thread, with what ends it."""
+
+    def __init__(
+        self,
+        threads: ThreadPoolExecutor,
+        engine: Engine,
+        on_progress: Callable[[str, WorkerCounts], None],
+    ) -> None:
+        self._threads = threads
+        self._engine = engine
+        self._on_progress = on_progress
+        self._live: dict[str, tuple[TubeRun, threading.Event, Future[None]]] = {}
+
+    def futures(self) -> list[Future[None]]:
+        return [future for _, _, future in self._live.values()]
+
+    def rearrange(self, runs: Sequence[TubeRun]) -> None:
+        """End those that are not wanted any more, or not so; begin the others."""
+        wanted = {run.delivery.tube: run for run in runs}
+        going = [
+            tube
+            for tube, (run, _, _) in self._live.items()
+            if tube not in wanted or not run.is_like(wanted[tube])
+        ]
+        for tube in going:
+            self._live[tube][1].set()
+        for tube in going:
+            _, _, future = self._live.pop(tube)
+            if (error := future.exception()) is not None:
+                log.warning("tube %s: %s", tube, error)
+            if tube not in wanted:
+                log.warning("tube %s is not delivered any more", tube)
+        for tube, run in wanted.items():
+            if tube not in self._live:
+                over = threading.Event()
+                future = self._threads.submit(
+                    _keep_running, run, self._engine, over, self._on_progress
+                )
+                self._live[tube] = (run, over, future)
+
+    def end(self) -> None:
+        for _, over, _ in self._live.values():
             over.set()
-    found = [(tube, future.exception()) for tube, future in running.items()]
-    for _, error in found:
-        if error is not None and not isinstance(error, MillraceError):
-            raise error
-    raise_together([(tube, one) for tube, one in found if isinstance(one, MillraceError)])
+
+    def raise_errors(self) -> None:
+        found = [(tube, future.exception()) for tube, (_, _, future) in self._live.items()]
+        for _, error in found:
+            if error is not None and not isinstance(error, MillraceError):
+                raise error
+        raise_together([(tube, one) for tube, one in found if isinstance(one, MillraceError)])
 
 
 def raise_together(errors: Sequence[tuple[str, MillraceError]]) -> None:

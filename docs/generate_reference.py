@@ -30,7 +30,7 @@ CODES = {
     "compare.md": (2, 5, 9, 70),
     "list.md": (2, 4, 5, 70),
     "demo.md": (2, 3, 5, 7, 9, 70),
-    "tube.md": (2, 3, 5, 70),
+    "tube.md": (2, 3, 5, 8, 70),
 }
 # Commands with nothing to tell.
 WITHOUT_PAGE = ("version",)

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -200,6 +201,24 @@ def test_a_table_that_is_attached_while_the_tube_is_served_loses_no_touch(
         tubes.run("SELECT tube_table_ensure_detached('tube_a', 'c')")
         fill(tubes, "b")
         wait_for_docs(tubes, "b")
+
+
+def test_pods_of_a_table_whose_sink_is_gone_do_not_hide_those_of_another(
+    tubes: TubeDatabase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "FEW_PODS", 1)
+    monkeypatch.setattr(worker, "FIRST_REST_SECONDS", 3600.0)
+    monkeypatch.setattr(worker, "MOST_REST_SECONDS", 3600.0)
+    make_tube(tubes, "a", "a", "b")
+    run = one_run(tubes, "a", "a", "b")
+    run.delivery = replace(run.delivery, limits=replace(LIMITS, batch_ids=1))
+    tubes.run("DROP TABLE docs_b")
+    for _ in range(30):
+        fill(tubes, "b", 1)
+    fill(tubes, "a", 1)
+    with running(run):
+        wait_for_docs(tubes, "a")
+    assert pods(tubes, "a") == 30
 
 
 def test_what_fails_ends_a_run_until_empty_after_the_others_are_delivered(

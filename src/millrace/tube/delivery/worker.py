@@ -40,10 +40,9 @@ ROUTED_IDS = 500
 # Pods that are looked at together: from, and to.
 FEW_PODS = 100
 MANY_PODS = 20_000
-# How long a table is left alone whose sink is away; and how many more pods are looked at then.
+# How long a table is left alone whose sink is away.
 FIRST_REST_SECONDS = 0.5
 MOST_REST_SECONDS = 30.0
-REST_FACTOR = 10
 # Two looks that find nothing: what was written before the first is delivered.
 EMPTY_LOOKS = 2
 
@@ -220,11 +219,10 @@ class Worker:
 
     def _fetch(self, tube: Tube, partition: int) -> list[Pod]:
         """The next pods that nobody is at work on, and whose sink is there."""
-        limit = self._pod_limit
-        pods = fetch_pods(self._reader, tube, partition, limit)
-        if self._resting and len(pods) == limit:
-            # Those of others may be behind them.
-            pods = fetch_pods(self._reader, tube, partition, limit * REST_FACTOR)
+        now = time.monotonic()
+        # However many they are: those of other tables are behind them.
+        resting = [id_ for id_, one in self._resting.items() if now < one.until]
+        pods = fetch_pods(self._reader, tube, partition, self._pod_limit, resting)
         if pods:
             # As many as fill a batch, if the next ones are as large.
             average = max(1, sum(len(pod.keys) for pod in pods) // len(pods))

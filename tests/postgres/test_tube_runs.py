@@ -191,6 +191,7 @@ def test_a_table_that_is_attached_while_the_tube_is_served_loses_no_touch(
     with running(one_run(tubes, "a", "a", "b")):
         fill(tubes, "a")
         wait_for_docs(tubes, "a")
+        wait_for(lambda: "public.b not attached to it" in caplog.text)
         make_tube(tubes, "a", "a", "b", "c")
         fill(tubes, "c")
         fill(tubes, "b")

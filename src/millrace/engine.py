@@ -29,6 +29,10 @@ class Engine(Protocol):
     def wait(self) -> float:
         """Wait until tasks can run; the seconds waited."""
 
+    def slots(self, wanted: int) -> int:
+        """How many tasks can run at once; executors that are fewer than wanted are waited for, some
+        time."""
+
     def call(self, body: Callable[[A, int], R], argument: A, description: str) -> R:
         """Run `body(argument, attempt)` in a task; blocks until it ends."""
 

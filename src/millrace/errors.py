@@ -56,6 +56,10 @@ class ConfigError(MillraceError):
     exit_code = 2
 
 
+class NoSuchTube(ConfigError):
+    """A tube that is not in the database, or not yet."""
+
+
 class PreflightError(MillraceError):
     """The servers are not ready for the job; nothing was touched."""
 
@@ -76,6 +80,14 @@ class ServerError(MillraceError):
 
 class ConnectionLost(ServerError):
     """The connection broke; the same work may succeed on a new one."""
+
+
+class EngineLost(ServerError):
+    """What runs tasks has ended, or did not start: no further task can run."""
+
+
+class TubeLost(ServerError):
+    """The tube was dropped."""
 
 
 class SlotLost(ServerError):

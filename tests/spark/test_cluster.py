@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
+import psycopg
 import pytest
 from tests.fixtures import create_museum_roles, load_museum
 from tests.fixtures.followed import open_followed, writing
@@ -34,6 +35,7 @@ from millrace.route import Route
 from millrace.spark.session import Engine
 from millrace.split.plan import SplitSettings
 from millrace.spool.kind import SpoolKind
+from millrace.tube.install import install
 
 SPLIT_BYTES = 1024 * 1024
 
@@ -167,3 +169,27 @@ def test_changes_are_applied_by_executors_from_a_spool_on_the_target(
             "--dir", str(directory), "--endpos", render_lsn(followed.end()), "--apply-jobs", "1",
         )  # fmt: skip
         followed.assert_equal()
+
+
+@pytest.mark.slow
+def test_a_tube_is_delivered_by_executors_if_there_is_a_slot_for_each_worker(
+    source_db: str, cluster: ClusterProgram, tmp_path: Path
+) -> None:
+    with psycopg.connect(source_db, autocommit=True) as connection:
+        install(connection)
+        connection.execute(
+            "SET search_path = public, tube;"
+            "CREATE TABLE item (id bigint PRIMARY KEY, v text);"
+            "CREATE TABLE docs (id bigint PRIMARY KEY, v text);"
+            "SELECT tube_ensure_exists('items', 4);"
+            "SELECT tube_table_attach('items', 'item', routing => 'id % 4');"
+            "INSERT INTO item SELECT i, 'v' || i FROM generate_series(1, 1000) i"
+        )
+        printed = cluster.run(
+            "tube", "run", "--json", "--source", source_db, "--tube", "items", "--until-empty",
+            "--enrich", "SELECT id, v FROM item WHERE id = ANY($1)", "--workers", "3",
+            "--sink", f"{source_db}&table=docs", "--dir", str(tmp_path / "work"),
+        )  # fmt: skip
+        assert json.loads(printed)["ids"] == 1000
+        left = "SELECT count(*) FROM (TABLE item EXCEPT TABLE docs) x"
+        assert connection.execute(left).fetchone() == (0,)

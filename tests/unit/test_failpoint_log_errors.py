@@ -44,10 +44,13 @@ def test_exit_codes_are_stable() -> None:
     assert codes == {
         "MillraceError": 1,
         "ConfigError": 2,
+        "NoSuchTube": 2,
         "PreflightError": 3,
         "WorkDirError": 4,
         "ServerError": 5,
         "ConnectionLost": 5,
+        "EngineLost": 5,
+        "TubeLost": 5,
         "SlotLost": 5,
         "SourceDiverged": 5,
         "SnapshotLost": 5,

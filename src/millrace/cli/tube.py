@@ -18,7 +18,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from millrace.cli import options, tube_run, tube_stats, tube_verify
+from millrace.cli import options, tube_config, tube_run, tube_stats, tube_verify
 from millrace.cli.display import console
 from millrace.config.dsn import Dsn
 from millrace.log import setup_logging
@@ -44,6 +44,7 @@ app = typer.Typer(
 )
 app.command("run")(tube_run.run)
 app.command("verify")(tube_verify.verify)
+app.command("apply")(tube_config.apply)
 app.command("dead")(tube_run.dead)
 app.command("retry")(tube_run.retry)
 app.command("discard")(tube_run.discard)

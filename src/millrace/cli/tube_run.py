@@ -9,29 +9,41 @@ from __future__ import annotations
 import json
 import logging
 import threading
+from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from millrace.cli import options
+from millrace.cli import options, tube_config
 from millrace.cli.tube_observe import DEFAULT_READY_LAG, ReadyLag, observing
-from millrace.errors import SinkError
+from millrace.errors import ConfigError, SinkError
 from millrace.follow.settings import LOOPBACK
 from millrace.log import setup_logging
 from millrace.postgres.wire.connect import connect, resolve
 from millrace.spark.session import Engine, default_master, parse_conf
+from millrace.tube.config_watch import ConfigWatch
 from millrace.tube.delivery.dead import discard_dead, read_dead, retry_dead
 from millrace.tube.delivery.plan import Delivery, DeliveryLimits, TableDelivery
 from millrace.tube.delivery.report import WorkerCounts
-from millrace.tube.delivery.run import check_delivery, run_delivery
+from millrace.tube.delivery.run import check_delivery, require_slots, run_delivery
+from millrace.tube.delivery.runs import TubeRun, check_runs, run_deliveries
 from millrace.tube.delivery.tube import find_tube
 from millrace.tube.install import require_primary
 from millrace.workdir.place import make_private
 
 log = logging.getLogger(__name__)
 
-TubeName = Annotated[str, typer.Option("--tube", metavar="NAME", help="The tube.")]
+# Options that say how one tube is delivered.
+_OF_ONE = ("workers", "batch", "tries")
+# For workers of tubes that a file gets later: a slot that is not used costs nothing.
+_SPARE_SLOTS = 8
+
+TubeName = Annotated[
+    str, typer.Option("--tube", metavar="NAME", help="The tube.", show_default=False)
+]
 SchemaName = Annotated[
     str, typer.Option("--schema", help="Where it is installed, if there are several.")
 ]
@@ -39,6 +51,7 @@ Enrich = Annotated[
     str,
     typer.Option(
         metavar="SQL",
+        show_default=False,
         help="A SELECT that returns the rows of the keys in $1, an array, with the key and"
         " whatever else belongs to a document; or python:module:function, called with an"
         " Arrow batch of keys. A key without a row is a deletion.",
@@ -48,6 +61,7 @@ SinkAddress = Annotated[
     str,
     typer.Option(
         metavar="URI",
+        show_default=False,
         help="Where documents go: postgresql://.../database?table=NAME, jsonl:FILE,"
         " tantivy:DIR, or a sink of another package.",
     ),
@@ -59,9 +73,18 @@ Keys = Annotated[
 
 
 def run(
-    tube: TubeName,
-    enrich: Enrich,
-    sink: SinkAddress,
+    context: typer.Context,
+    tube: TubeName = "",
+    enrich: Enrich = "",
+    sink: SinkAddress = "",
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Deliver all tubes of this TOML file, instead of one by --tube.",
+            show_default=False,
+        ),
+    ] = None,
     source: options.Source = "",
     schema: SchemaName = "",
     workers: Annotated[
@@ -90,39 +113,48 @@ def run(
     Runs until it is stopped, or, with --until-empty, until the tube is empty. An id that can't be
     delivered is tried several times, then kept as a dead letter (`millrace tube dead`), and the
     others go on. Exit code 8 if there were dead letters.
+
+    With --config all tubes of a file are delivered at once, each with its own workers. A tube that
+    fails does not stop the others; tables and tubes that come and go are picked up.
     """
     setup_logging(verbose=verbose, quiet=quiet, as_json=log_json)
-    delivery = Delivery(
-        resolve(options.parse_dsn(source, "source")),
-        schema,
-        tube,
-        {"": TableDelivery(enrich, sink)},
-        until_empty=until_empty,
-        limits=DeliveryLimits(batch_ids=batch, tries=tries),
-    )
-    delivery = check_delivery(delivery, workers)
+    watch: ConfigWatch | None = None
+    given = {name: _is_given(context, name) for name in ("tube", "enrich", "sink", *_OF_ONE)}
+    if config is None:
+        _require(given, ("tube", "enrich", "sink"))
+        limits = DeliveryLimits(batch_ids=batch, tries=tries)
+        plan = {"": TableDelivery(enrich, sink)}
+        address = resolve(options.parse_dsn(source, "source"))
+        delivery = Delivery(address, schema, tube, plan, until_empty=until_empty, limits=limits)
+        runs = [TubeRun(check_delivery(delivery, workers), workers)]
+    else:
+        _refuse(given)
+        watch = tube_config.open_config(config, source, schema, until_empty=until_empty)
+        runs = watch.runs()
+        check_runs(runs)
+    workers = sum(one.workers for one in runs)
+    slots = workers if watch is None or until_empty else workers + _SPARE_SLOTS
     make_private(directory)
     log_path = directory / "spark.log"
     with (
         observing(
-            [delivery],
+            [one.delivery for one in runs],
             quiet=quiet,
             metrics_port=metrics_port,
             metrics_host=metrics_host,
             ready_lag=ready_lag,
         ),
-        Engine(master or default_master(workers), parse_conf(conf), log_path) as engine,
+        Engine(master or default_master(slots), parse_conf(conf), log_path) as engine,
     ):
-        counts = run_delivery(delivery, workers, engine, stop=threading.Event(), on_progress=_tell)
-    print(json.dumps(asdict(counts)) if as_json else _line(counts))
-    # Not what was counted: a worker that failed has taken its numbers with it.
-    with connect(delivery.source, "tube") as session:
-        letters = read_dead(session, find_tube(session, tube, delivery.schema))
-    if letters:
-        raise SinkError(
-            f"{len(letters)} ids could not be delivered",
-            hint=f"`millrace tube dead {tube}` shows them, `tube retry {tube}` tries again",
-        )
+        require_slots(engine, workers)
+        _deliver(runs, engine, watch)
+    counts = {one.delivery.tube: asdict(one.counts) for one in runs}
+    if as_json:
+        print(json.dumps(counts if config else counts[tube]))
+    else:
+        for one in runs:
+            print(f"{one.delivery.tube}: {_line(one.counts)}" if config else _line(one.counts))
+    _raise_dead([one.delivery for one in runs])
 
 
 def dead(
@@ -168,8 +200,69 @@ def discard(
     print(f"{count} discarded")
 
 
-def _tell(counts: WorkerCounts) -> None:
-    log.info("%s", _line(counts))
+def _is_given(context: typer.Context, name: str) -> bool:
+    found = context.get_parameter_source(name)
+    return found is not None and found.name == "COMMANDLINE"
+
+
+def _require(given: dict[str, bool], names: tuple[str, ...]) -> None:
+    missing = [f"--{name}" for name in names if not given[name]]
+    if missing:
+        raise ConfigError(
+            f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing",
+            hint="give --tube, --enrich and --sink, or --config with a file that has them",
+        )
+
+
+def _refuse(given: dict[str, bool]) -> None:
+    found = [f"--{name}" for name, is_given in given.items() if is_given]
+    if found:
+        raise ConfigError(
+            f"{', '.join(found)} can't stand beside --config",
+            hint="the file says what each tube is delivered with",
+        )
+
+
+def _deliver(runs: list[TubeRun], engine: Engine, watch: ConfigWatch | None) -> None:
+    stop = threading.Event()
+    if watch is not None:
+
+        def require(wanted: Sequence[TubeRun]) -> None:
+            require_slots(engine, sum(one.workers for one in wanted))
+
+        changed = partial(watch.changed, require)
+        run_deliveries(runs, engine, stop=stop, on_progress=_tell, changed=changed)
+        return
+    (one,) = runs
+    one.counts = run_delivery(
+        one.delivery,
+        one.workers,
+        engine,
+        stop=stop,
+        on_progress=lambda counts: _tell(one.delivery.tube, counts),
+    )
+
+
+def _raise_dead(deliveries: list[Delivery]) -> None:
+    """Not what was counted: a worker that failed has taken its numbers with it."""
+    found: dict[str, int] = {}
+    for one in deliveries:
+        with connect(one.source, "tube") as session:
+            letters = read_dead(session, find_tube(session, one.tube, one.schema or None))
+        if letters:
+            found[one.tube] = len(letters)
+    if found:
+        tubes = ", ".join(found)
+        raise SinkError(
+            f"{sum(found.values())} ids could not be delivered"
+            + (f" (tubes {tubes})" if len(deliveries) > 1 else ""),
+            hint=f"`millrace tube dead {next(iter(found))}` shows them, `tube retry"
+            f" {next(iter(found))}` tries again",
+        )
+
+
+def _tell(tube: str, counts: WorkerCounts) -> None:
+    log.info("%s: %s", tube, _line(counts))
 
 
 def _line(counts: WorkerCounts) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import psycopg
 
 from millrace.clone.naming_check import check_naming
-from millrace.clone.problem import Problem
+from millrace.clone.problem import Problem, render_problems
 from millrace.clone.settings import CloneSettings
 from millrace.clone.shared_database import check_database, read_filled_schemas
 from millrace.clone.step import Step
@@ -65,10 +65,9 @@ def raise_problems(problems: Iterable[Problem]) -> None:
     found = [problem for problem in problems if not problem.is_warning]
     if not found:
         return
-    lines = [f"  {n}. {p.side}: {p.what}\n     fix: {p.fix}" for n, p in enumerate(found, 1)]
-    count = "1 problem" if len(found) == 1 else f"{len(found)} problems"
+    count, lines = render_problems(found)
     raise PreflightError(
-        f"{count} found before anything was touched:\n" + "\n".join(lines),
+        f"{count} found before anything was touched:\n{lines}",
         hint="fix them, then run the same command again",
         problems=[asdict(problem) for problem in found],
     )

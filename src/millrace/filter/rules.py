@@ -149,6 +149,15 @@ def parse_filters(text: str, *, name: str) -> FilterRules:
     return FilterRules(tuple(sorted(rules.values())), name)
 
 
+def parse_names(text: str) -> tuple[str, ...]:
+    """Names as SQL writes them, joined by dots, as the catalog has them; ValueError if it is
+    something else."""
+    parts, rest = _parse_parts(text, may_match=False)
+    if rest:
+        raise ValueError(f"after the name there is more: {rest}")
+    return tuple(part.text for part in parts)
+
+
 def rule_error(name: str, line: int, message: str, hint: str) -> ConfigError:
     """A mistake in a line of the file."""
     return ConfigError(f"{name}, line {line}: {message}", hint=hint, file=name, line=line)

@@ -29,7 +29,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import millrace
-from millrace.errors import ConfigError, MillraceError, ServerError, as_bug
+from millrace.errors import ConfigError, EngineLost, MillraceError, ServerError, as_bug
 from millrace.room import AGAIN, NO_ROOM, no_room
 from millrace.spark.java import NO_PERFORMANCE_DATA, class_archive_options, find_java
 from millrace.spark.scratch import Scratch
@@ -47,6 +47,8 @@ TASK_ATTEMPTS = 4
 DRIVER_MEMORY = "512m"
 # Of tasks that belong to no group.
 OWN_GROUP = "millrace"
+# How long executors of a cluster may take to come.
+EXECUTORS_SECONDS = 60.0
 # By which Spark's error of a job that was cancelled is known.
 CANCELLED = "SPARK_JOB_CANCELLED"
 # What Spark keeps on disk for tasks that return little: copies of the package, and of the tasks.
@@ -85,6 +87,7 @@ class Engine:
         self._end_seconds = end_seconds
         self.master = _with_attempts(master)
         self.is_local = self.master.startswith("local")
+        self._has_one_executor = self.master == "local" or self.master.startswith("local[")
         self.conf = dict(conf or {})
         find_java()  # a missing Java is reported before anything else happens
         self.start_seconds = 0.0
@@ -121,11 +124,27 @@ class Engine:
                 raise self._failure
             if NO_ROOM in str(self._failure):
                 raise self._no_room() from self._failure
-            raise ServerError(
+            raise EngineLost(
                 f"Spark did not start with master {self.master}: {_first_line(self._failure)}",
                 hint="check --master and --conf; Spark's own messages are in spark.log in --dir",
             ) from self._failure
         return time.monotonic() - began
+
+    def slots(self, wanted: int) -> int:
+        """How many tasks can run at once. On a cluster executors come after the start, so those
+        that are missing are waited for."""
+        self.wait()
+        assert self._context is not None
+        if self._context.getConf().get("spark.dynamicAllocation.enabled", "false") == "true":
+            return wanted  # executors come when tasks wait for them
+        deadline = time.monotonic() + (0 if self._has_one_executor else EXECUTORS_SECONDS)
+        while True:
+            spark = self._context._jsc.sc()
+            profile = spark.resourceProfileManager().defaultResourceProfile()
+            found = int(spark.maxNumConcurrentTasks(profile))
+            if found >= wanted or time.monotonic() >= deadline:
+                return found
+            time.sleep(0.2)
 
     def call(self, body: Callable[[A, int], R], argument: A, description: str) -> R:
         """Run `body(argument, attempt)` in a Spark task and return its result."""
@@ -153,7 +172,7 @@ class Engine:
             if NO_ROOM in str(error):
                 raise self._no_room() from error
             if self._jvm_is_gone() or _is_out_of_reach(error):
-                raise ServerError(
+                raise EngineLost(
                     f"{description}: Spark's JVM ended",
                     hint="it was killed, perhaps by the out-of-memory killer; see the end of "
                     "spark.log in --dir",
@@ -234,7 +253,7 @@ class Engine:
             self._ready.set()
 
     def _open_context(self) -> SparkContext:
-        local = self.master.startswith("local[") or self.master == "local"
+        local = self._has_one_executor
         options = ["-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-Xss1m"]
         log_settings = Path(__file__).with_name("log4j2.properties")
         options.append(f"-Dlog4j2.configurationFile={log_settings}")
@@ -310,6 +329,9 @@ class EngineGroup:
 
     def wait(self) -> float:
         return self._engine.wait()
+
+    def slots(self, wanted: int) -> int:
+        return self._engine.slots(wanted)
 
     def call(self, body: Callable[[A, int], R], argument: A, description: str) -> R:
         return self._engine.call_for(self._name, body, argument, description)

@@ -17,8 +17,8 @@ from millrace.postgres.quote import ident
 from millrace.postgres.wire.connect import translated
 from millrace.tube.delivery.tube import Connection, Tube
 
-_CHANGED = "22023"
-_NO_OBJECT = "42704"
+# invalid_parameter_value: other partitions; undefined_object and undefined_table: dropped.
+_CHANGED = ("22023", "42704", "42P01")
 
 
 class TubeChanged(Exception):
@@ -43,8 +43,15 @@ class Pod:
         return not self.keys and self.payload is not None
 
 
-def fetch_pods(connection: Connection, tube: Tube, partition: int, limit: int) -> list[Pod]:
-    """The next pods of a partition."""
+def fetch_pods(
+    connection: Connection,
+    tube: Tube,
+    partition: int,
+    limit: int,
+    without: Collection[int] = (),
+) -> list[Pod]:
+    """The next pods of a partition, but for those of some tables."""
+    where = f"WHERE tbl IS NULL OR tbl NOT IN ({', '.join(map(str, without))})" if without else ""
     with _checked(tube, "reading pods"):
         row = connection.execute(
             f"SELECT {ident(tube.schema)}.tube_fetch_sql(%s, %s, %s)".encode(),
@@ -53,7 +60,7 @@ def fetch_pods(connection: Connection, tube: Tube, partition: int, limit: int) -
         assert row is not None
         rows = connection.execute(
             "SELECT seq, op, shard, tbl, coalesce(keys, ids::text[]), payload, ts"
-            f" FROM ({row[0]}) AS pods LIMIT {limit}".encode(),
+            f" FROM ({row[0]}) AS pods {where} LIMIT {limit}".encode(),
         ).fetchall()
     return [Pod(seq, op, shard, tbl, tuple(k), p, at) for seq, op, shard, tbl, k, p, at in rows]
 
@@ -79,6 +86,6 @@ class _checked:
         self._translated.__enter__()
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, psycopg.Error) and error.sqlstate in (_CHANGED, _NO_OBJECT):
+        if isinstance(error, psycopg.Error) and error.sqlstate in _CHANGED:
             raise TubeChanged(self._tube.name) from error
         self._translated.__exit__(kind, error, trace)

@@ -1,7 +1,7 @@
 """The driver of a delivery: workers as long-lived tasks, sent anew when their lease is over.
 
 Invariant: a worker that fails is sent again, after a pause, and never ends the others; what can't
-be mended by that, such as an enrichment that does not compile, ends the delivery with its error.
+be mended by that ends the delivery with its error: the tube was dropped, Spark is gone.
 """
 
 from __future__ import annotations
@@ -9,11 +9,18 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 
 from millrace.engine import Engine
-from millrace.errors import ConfigError, InvariantError, MillraceError
+from millrace.errors import (
+    ConfigError,
+    EngineLost,
+    InvariantError,
+    MillraceError,
+    PreflightError,
+    TubeLost,
+)
 from millrace.retry import LONGEST_PAUSE_SECONDS, is_transient
 from millrace.tube.delivery.outlet import open_outlet
 from millrace.tube.delivery.owner import MOST_PARTITIONS
@@ -21,17 +28,46 @@ from millrace.tube.delivery.plan import Delivery
 from millrace.tube.delivery.report import WorkerCounts
 from millrace.tube.delivery.session import require_session
 from millrace.tube.delivery.tube import find_tube, open_reader
+from millrace.tube.delivery.watch import watched
 from millrace.tube.delivery.worker import WorkerOutcome, WorkerTask, serve
 from millrace.tube.install import require_primary
 
 log = logging.getLogger(__name__)
 
 _FIRST_PAUSE_SECONDS = 0.5
+# How often it is looked if the delivery is to end. A task that was about to begin when the others
+# were cancelled is cancelled at the next look.
+_LOOK_SECONDS = 0.5
+_FINAL = (ConfigError, InvariantError, TubeLost, EngineLost)
 
 
 def check_delivery(delivery: Delivery, workers: int) -> Delivery:
-    """The delivery with all that has to be looked up, if it can begin: the tube is found, the
-    connection is a session, and every table's outlet opens."""
+    """The delivery with all that has to be looked up, if it can begin and every table's outlet
+    opens."""
+    found = find_delivery(delivery, workers)
+    for error in check_outlets(found):
+        raise error
+    return found
+
+
+def check_outlets(delivery: Delivery) -> list[MillraceError]:
+    """Why tables can't be delivered now."""
+    errors: list[MillraceError] = []
+    with open_reader(delivery.source, delivery.tube) as source:
+        tube = find_tube(source, delivery.tube, delivery.schema)
+        for table in tube.tables:
+            try:
+                open_outlet(source, tube, table, delivery.require_table(table.label)).close()
+            except MillraceError as error:
+                if source.closed:
+                    raise
+                errors.append(error)
+    return errors
+
+
+def find_delivery(delivery: Delivery, workers: int) -> Delivery:
+    """The delivery with all that has to be looked up: the tube is found, it has a partition for
+    each worker, and the connection is a session."""
     with open_reader(delivery.source, delivery.tube) as source:
         require_primary(source)
         require_session(source, delivery.source)
@@ -45,9 +81,18 @@ def check_delivery(delivery: Delivery, workers: int) -> Delivery:
             )
         if tube.partitions >= MOST_PARTITIONS:
             raise ConfigError(f"tube {tube.name} has too many partitions", hint="use fewer")
-        for table in tube.tables:
-            open_outlet(source, tube, table, delivery.require_table(table.label)).close()
     return replace(delivery, schema=tube.schema)
+
+
+def require_slots(engine: Engine, workers: int) -> None:
+    """Workers are tasks that do not end: one that finds no slot would never begin."""
+    found = engine.slots(workers)
+    if found < workers:
+        raise PreflightError(
+            f"Spark can run {found} tasks at once, and {workers} workers need a slot each",
+            hint=f"ask for {found} workers, or give Spark more: --master local[{workers}], or more"
+            " executors or cores",
+        )
 
 
 def run_delivery(
@@ -59,7 +104,8 @@ def run_delivery(
     on_progress: Callable[[WorkerCounts], None] = lambda counts: None,
 ) -> WorkerCounts:
     """Until `stop`, or until the tube is empty if that is asked for; what was done."""
-    total, lock = WorkerCounts(), threading.Lock()
+    total, lock, over = WorkerCounts(), threading.Lock(), threading.Event()
+    engine = engine.group(f"tube {delivery.schema}.{delivery.tube}")
     engine.start()
 
     def note(outcome: WorkerOutcome) -> None:
@@ -67,39 +113,50 @@ def run_delivery(
             total.add(outcome.counts)
             on_progress(total)
 
-    with ThreadPoolExecutor(workers, thread_name_prefix="tube") as threads:
+    with (
+        watched(delivery, workers),
+        ThreadPoolExecutor(workers, thread_name_prefix="tube") as threads,
+    ):
         running = [
-            threads.submit(_keep_serving, WorkerTask(delivery, number, workers), engine, stop, note)
+            threads.submit(_keep_serving, WorkerTask(delivery, number, workers), engine, over, note)
             for number in range(workers)
         ]
         try:
-            for one in running:
-                one.result()
-        except BaseException:
-            stop.set()
-            engine.cancel()
-            raise
+            while wait(running, _LOOK_SECONDS, FIRST_EXCEPTION).not_done:
+                if stop.is_set() or any(one.done() and one.exception() for one in running):
+                    break
+        finally:
+            over.set()
+            _end(running, engine)
+        for one in running:
+            one.result()
     return total
+
+
+def _end(running: list[Future[None]], engine: Engine) -> None:
+    while wait(running, 0).not_done:
+        engine.cancel()
+        wait(running, _LOOK_SECONDS)
 
 
 def _keep_serving(
     task: WorkerTask,
     engine: Engine,
-    stop: threading.Event,
+    over: threading.Event,
     note: Callable[[WorkerOutcome], None],
 ) -> None:
     pause = _FIRST_PAUSE_SECONDS
-    while not stop.is_set():
+    while not over.is_set():
         try:
             outcome = engine.call(serve, task, f"tube {task.delivery.tube} worker {task.number}")
         except MillraceError as error:
-            if stop.is_set():
+            if over.is_set():
                 return
             is_final = task.delivery.until_empty and not is_transient(error)
-            if is_final or isinstance(error, ConfigError | InvariantError):
+            if is_final or isinstance(error, _FINAL):
                 raise
             log.warning("worker %d: %s; sent again in %.1f s", task.number, error, pause)
-            stop.wait(pause)
+            over.wait(pause)
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
             continue
         note(outcome)

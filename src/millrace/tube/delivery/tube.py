@@ -14,7 +14,7 @@ from typing import Any
 import psycopg
 
 from millrace.config.dsn import Dsn
-from millrace.errors import ConfigError, ServerError
+from millrace.errors import ConfigError, NoSuchTube, TubeLost
 from millrace.postgres.quote import ident, qualified
 from millrace.postgres.wire.connect import connect, translated
 
@@ -96,7 +96,7 @@ def find_tube(connection: Connection, name: str, schema: str | None = None) -> T
             if _has_tube(connection, one, name)
         ]
         if not found:
-            raise ConfigError(
+            raise NoSuchTube(
                 f"there is no tube {name}", hint="`millrace tube list` shows those there are"
             )
         if len(found) > 1:
@@ -110,11 +110,20 @@ def find_tube(connection: Connection, name: str, schema: str | None = None) -> T
 def read_tube(connection: Connection, schema: str, name: str) -> Tube:
     """As it is now; an error if it was dropped."""
     here = ident(schema)
-    row = connection.execute(
-        f"SELECT id, partitions FROM {here}._tube_tubes WHERE name = %s".encode(), (name,)
-    ).fetchone()
+    try:
+        row = connection.execute(
+            f"SELECT id, partitions FROM {here}._tube_tubes u WHERE name = %s"
+            " AND EXISTS (SELECT FROM pg_class c WHERE c.oid = u.rel)".encode(),
+            (name,),
+        ).fetchone()
+    except (psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName):
+        row = None  # uninstalled
     if row is None:
-        raise ServerError(f"tube {name} was dropped", sqlstate="42704")
+        raise TubeLost(
+            f"tube {name} was dropped, with what was in it",
+            hint=f"`millrace tube create {name}` makes a new one; attach its tables, and backfill"
+            " them",
+        )
     tables = connection.execute(
         "SELECT t.id, n.nspname, c.relname, t.key, t.key_types, t.routing IS NOT NULL"
         f" FROM {here}._tube_tables t JOIN pg_class c ON c.oid = t.tbl"

@@ -41,10 +41,9 @@ ROUTED_IDS = 500
 # Pods that are looked at together: from, and to.
 FEW_PODS = 100
 MANY_PODS = 20_000
-# How long a table is left alone whose sink is away; and how many more pods are looked at then.
+# How long a table is left alone whose sink is away.
 FIRST_REST_SECONDS = 0.5
 MOST_REST_SECONDS = 30.0
-REST_FACTOR = 10
 # Two looks that find nothing: what was written before the first is delivered.
 EMPTY_LOOKS = 2
 
@@ -82,6 +81,7 @@ class _Rest(Exception):
 class _Resting:
     until: float
     pause: float
+    error: MillraceError
 
 
 class Worker:
@@ -151,6 +151,9 @@ class Worker:
     def _is_quiet(self) -> bool:
         if self._backfills.failure is not None:
             raise self._backfills.failure
+        for resting in self._resting.values():
+            if not is_transient(resting.error):
+                raise resting.error  # the others are delivered
         return not self._collections and not self._resting and self._backfills.is_idle
 
     def _read_tube(self) -> Tube:
@@ -164,8 +167,13 @@ class Worker:
         found = self._read_tube()
         if found.partitions != tube.partitions:
             raise TubeChanged(tube.name)
-        for table in set(tube.tables) - set(found.tables):
+        changed = set(tube.tables) - set(found.tables)
+        for table in changed:
             self._close_outlet(table.id)
+            self._resting.pop(table.id, None)
+        for place, collection in list(self._collections.items()):
+            if collection.table in changed:
+                del self._collections[place]  # its pod is still there
         return found
 
     def _own(self, tube: Tube, owned: set[int]) -> bool:
@@ -189,6 +197,10 @@ class Worker:
     def _step(self, tube: Tube, partition: int) -> bool:
         """One batch, control pod or page of garbage; whether there was something to do."""
         waiting = self._fetch(tube, partition)
+        if {pod.table_id for pod in waiting} - {table.id for table in tube.tables} - {None}:
+            # Of a table that was attached, or detached, since the tube was read.
+            tube = self._refresh(tube)
+            waiting = [pod for pod in waiting if not self._is_resting(tube, pod)]
         ahead = [pod for pod in waiting if pod.op != "B"]
         if not ahead and self._collect(tube, partition):
             return True
@@ -202,11 +214,10 @@ class Worker:
 
     def _fetch(self, tube: Tube, partition: int) -> list[Pod]:
         """The next pods that nobody is at work on, and whose sink is there."""
-        limit = self._pod_limit
-        pods = fetch_pods(self._reader, tube, partition, limit)
-        if self._resting and len(pods) == limit:
-            # Those of others may be behind them.
-            pods = fetch_pods(self._reader, tube, partition, limit * REST_FACTOR)
+        now = time.monotonic()
+        # However many they are: those of other tables are behind them.
+        resting = [id_ for id_, one in self._resting.items() if now < one.until]
+        pods = fetch_pods(self._reader, tube, partition, self._pod_limit, resting)
         if pods:
             # As many as fill a batch, if the next ones are as large.
             average = max(1, sum(len(pod.keys) for pod in pods) // len(pods))
@@ -340,7 +351,7 @@ class Worker:
         self.counts.retries += 1
         before = self._resting.get(table.id)
         pause = FIRST_REST_SECONDS if before is None else min(2 * before.pause, MOST_REST_SECONDS)
-        self._resting[table.id] = _Resting(time.monotonic() + pause, pause)
+        self._resting[table.id] = _Resting(time.monotonic() + pause, pause, error)
         log.warning("tube %s: %s: %s; trying again in %.1f s", tube.name, table.label, error, pause)
         return _Rest(str(error))
 
@@ -357,8 +368,14 @@ class Worker:
     def _outlet(self, tube: Tube, table: TubeTable) -> Outlet:
         found = self._outlets.get(table.id)
         if found is None:
-            plan = self._delivery.require_table(table.label)
-            found = self._outlets[table.id] = open_outlet(self._reader, tube, table, plan)
+            try:
+                plan = self._delivery.require_table(table.label)
+                found = self._outlets[table.id] = open_outlet(self._reader, tube, table, plan)
+            except MillraceError as error:
+                # No id is at fault. Somebody may mend it, and other tables go on.
+                if self._reader.closed:
+                    raise
+                raise self._rest(tube, table, error) from error
         return found
 
     def _close_outlets(self) -> None:

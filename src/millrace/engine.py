@@ -29,10 +29,6 @@ class Engine(Protocol):
     def wait(self) -> float:
         """Wait until tasks can run; the seconds waited."""
 
-    def slots(self, wanted: int) -> int:
-        """How many tasks can run at once; executors that are fewer than wanted are waited for, some
-        time."""
-
     def call(self, body: Callable[[A, int], R], argument: A, description: str) -> R:
         """Run `body(argument, attempt)` in a task; blocks until it ends."""
 
@@ -42,3 +38,11 @@ class Engine(Protocol):
     def group(self, name: str) -> Engine:
         """The same engine for one owner of tasks, say a stream: what it cancels are the running
         tasks of all groups of exactly this name, and no others."""
+
+
+class SlottedEngine(Engine, Protocol):
+    """One that knows how many tasks it has room for."""
+
+    def slots(self, wanted: int) -> int:
+        """How many tasks can run at once; if they are fewer than wanted, more are waited for, some
+        time."""

@@ -36,8 +36,6 @@ from millrace.workdir.place import make_private
 
 log = logging.getLogger(__name__)
 
-# Options that say how one tube is delivered.
-_OF_ONE = ("workers", "batch", "tries")
 # For workers of tubes that a file gets later: a slot that is not used costs nothing.
 _SPARE_SLOTS = 8
 
@@ -119,16 +117,15 @@ def run(
     """
     setup_logging(verbose=verbose, quiet=quiet, as_json=log_json)
     watch: ConfigWatch | None = None
-    given = {name: _is_given(context, name) for name in ("tube", "enrich", "sink", *_OF_ONE)}
     if config is None:
-        _require(given, ("tube", "enrich", "sink"))
+        _require(tube=tube, enrich=enrich, sink=sink)
         limits = DeliveryLimits(batch_ids=batch, tries=tries)
         plan = {"": TableDelivery(enrich, sink)}
         address = resolve(options.parse_dsn(source, "source"))
         delivery = Delivery(address, schema, tube, plan, until_empty=until_empty, limits=limits)
         runs = [TubeRun(check_delivery(delivery, workers), workers)]
     else:
-        _refuse(given)
+        _refuse(context, "tube", "enrich", "sink", "workers", "batch", "tries")
         watch = tube_config.open_config(config, source, schema, until_empty=until_empty)
         runs = watch.runs()
         check_runs(runs)
@@ -148,12 +145,7 @@ def run(
     ):
         require_slots(engine, workers)
         _deliver(runs, engine, watch)
-    counts = {one.delivery.tube: asdict(one.counts) for one in runs}
-    if as_json:
-        print(json.dumps(counts if config else counts[tube]))
-    else:
-        for one in runs:
-            print(f"{one.delivery.tube}: {_line(one.counts)}" if config else _line(one.counts))
+    _print_counts(runs, is_alone=config is None, as_json=as_json)
     _raise_dead([one.delivery for one in runs])
 
 
@@ -200,13 +192,8 @@ def discard(
     print(f"{count} discarded")
 
 
-def _is_given(context: typer.Context, name: str) -> bool:
-    found = context.get_parameter_source(name)
-    return found is not None and found.name == "COMMANDLINE"
-
-
-def _require(given: dict[str, bool], names: tuple[str, ...]) -> None:
-    missing = [f"--{name}" for name in names if not given[name]]
+def _require(**options: str) -> None:
+    missing = [f"--{name}" for name, value in options.items() if not value]
     if missing:
         raise ConfigError(
             f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing",
@@ -214,8 +201,10 @@ def _require(given: dict[str, bool], names: tuple[str, ...]) -> None:
         )
 
 
-def _refuse(given: dict[str, bool]) -> None:
-    found = [f"--{name}" for name, is_given in given.items() if is_given]
+def _refuse(context: typer.Context, *names: str) -> None:
+    """What a file says can't be said beside it; defaults, of settings too, are no matter."""
+    sources = {name: context.get_parameter_source(name) for name in names}
+    found = [f"--{name}" for name, one in sources.items() if one and one.name == "COMMANDLINE"]
     if found:
         raise ConfigError(
             f"{', '.join(found)} can't stand beside --config",
@@ -241,6 +230,16 @@ def _deliver(runs: list[TubeRun], engine: Engine, watch: ConfigWatch | None) -> 
         stop=stop,
         on_progress=lambda counts: _tell(one.delivery.tube, counts),
     )
+
+
+def _print_counts(runs: list[TubeRun], *, is_alone: bool, as_json: bool) -> None:
+    counts = {one.delivery.tube: one.counts for one in runs}
+    if as_json:
+        values = {tube: asdict(one) for tube, one in counts.items()}
+        print(json.dumps(next(iter(values.values())) if is_alone else values))
+        return
+    for tube, one in counts.items():
+        print(_line(one) if is_alone else f"{tube}: {_line(one)}")
 
 
 def _raise_dead(deliveries: list[Delivery]) -> None:

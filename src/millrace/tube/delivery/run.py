@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 
-from millrace.engine import Engine
+from millrace.engine import Engine, SlottedEngine
 from millrace.errors import (
     ConfigError,
     EngineLost,
@@ -84,7 +84,7 @@ def find_delivery(delivery: Delivery, workers: int) -> Delivery:
     return replace(delivery, schema=tube.schema)
 
 
-def require_slots(engine: Engine, workers: int) -> None:
+def require_slots(engine: SlottedEngine, workers: int) -> None:
     """Workers are tasks that do not end: one that finds no slot would never begin."""
     found = engine.slots(workers)
     if found < workers:

@@ -533,6 +533,11 @@ def test_setting_of_clone_can_stand_in_the_environment(
         assert str(given(option, [f"--{option}", flag])) == flag
 
 
+def test_metrics_are_served_to_this_machine_unless_told_otherwise(run: Run) -> None:
+    assert given("metrics-host", []) == "127.0.0.1"
+    assert given("metrics-host", ["--metrics-host", "0.0.0.0"]) == "0.0.0.0"
+
+
 def test_flag_that_is_off_in_the_environment_is_off(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from millrace.errors import ServerError, WorkDirError
+from millrace.spool import place as spool_place
+from millrace.spool.place import SpoolPlace
 from millrace.workdir import place
 from millrace.workdir.lock import open_lock
 from millrace.workdir.sentinel import Sentinel
@@ -146,3 +148,16 @@ def test_memory_is_told_from_a_disk(tmp_path: Path) -> None:
     assert place.is_in_memory(shared)
     assert not place.is_in_memory(Path("/proc"))
     assert not place.is_in_memory(tmp_path / "missing")
+
+
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_a_spool_in_memory_is_warned_of(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    in_memory: bool,
+) -> None:
+    monkeypatch.setattr(spool_place, "is_in_memory", lambda path: in_memory)
+    with SpoolPlace(tmp_path, "utf-8", "s").open_writer():
+        pass
+    assert ("is in memory (tmpfs)" in caplog.text) == in_memory

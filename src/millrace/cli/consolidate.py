@@ -27,7 +27,7 @@ from millrace.spark.session import Engine, default_master, parse_conf
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="Bring many databases into one, a schema for each of their schemas, and keep them there.",
+    help="Bring many databases into one, a schema for each of their schemas.",
 )
 
 Config = Annotated[

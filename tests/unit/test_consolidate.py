@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 
 import pytest
 from tests.fixtures.wait import wait_for
 
 from millrace.consolidate.config import Consolidation, Indexes, Views, default_slot, read_config
+from millrace.consolidate.metrics import SourceMetrics
 from millrace.consolidate.plan import SourcePlan, plan_naming
 from millrace.consolidate.registry import Registry, SourceState, source_directory
 from millrace.consolidate.status import read_status
@@ -16,6 +18,7 @@ from millrace.consolidate.turns import Turns
 from millrace.errors import ConfigError
 from millrace.filter.rules import NamePart, Rule
 from millrace.name import Naming
+from millrace.workdir.lock import open_lock
 
 WHOLE = """
 target = "postgresql://analyst@warehouse/all"
@@ -170,3 +173,32 @@ def test_whoever_waits_longest_is_next_and_no_more_than_the_workers_work() -> No
     for thread in threads:
         thread.join()
     assert order == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_source_that_is_halted_or_behind_is_not_ready(tmp_path: Path) -> None:
+    directory = tmp_path / "w"
+    now = time.time()
+    with Registry(directory) as registry:
+        for name in ("well", "behind", "halted", "paused", "unknown"):
+            registry.add(name, "postgresql://h/d", SourcePlan(Naming()))
+            registry.enter(name, SourceState.FOLLOWING)
+        for name, lag in (("well", 1.0), ("behind", 500.0), ("halted", 2.0), ("paused", 900.0)):
+            registry.note_progress(name, {"lag_seconds": lag, "noted_at": now})
+        registry.enter("halted", SourceState.HALTED, "no column x")
+        registry.enter("paused", SourceState.PAUSED)
+    metrics = SourceMetrics(directory, 60.0)
+    with open_lock(directory):
+        assert [one.partition(":")[0] for one in metrics.problems()] == [
+            "source behind",
+            "source halted",
+            "source unknown",
+        ]
+    samples = {
+        (sample.name, sample.labels["source"], sample.labels.get("state", "")): sample.value
+        for family in metrics.collect()
+        for sample in family.samples
+    }
+    assert samples["millrace_source_state", "halted", "halted"] == 1
+    assert samples["millrace_source_state", "halted", "following"] == 0
+    # Nobody runs it: each second it is a second further behind.
+    assert samples["millrace_source_lag_seconds", "behind", ""] >= 500

@@ -56,19 +56,27 @@ def _service(service: str, doc: str) -> Callable[..., None]:
         conf: options.Conf = [],  # noqa: B006
         metrics_port: options.MetricsPort = None,
         metrics_host: options.MetricsHost = LOOPBACK,
+        ready_lag: Annotated[
+            float,
+            typer.Option(
+                metavar="SECONDS",
+                min=0,
+                help="/readyz beside the metrics answers 503 while a source is further behind.",
+            ),
+        ] = 60.0,
         verbose: options.Verbose = 0,
         quiet: options.Quiet = False,
         log_json: options.LogJson = False,
     ) -> None:
+        from millrace.consolidate.metrics import serve_source_metrics
         from millrace.consolidate.run import Consolidator, Service
-        from millrace.follow.metrics import serve_metrics
 
         setup_logging(verbose=verbose, quiet=quiet, as_json=log_json)
         slots = read_config(config).apply_jobs + COPY_SLOTS
         spark = master or default_master(slots)
         with (
             Engine(spark, parse_conf(conf), directory / "spark.log", streams=True) as engine,
-            serve_metrics(metrics_port, metrics_host) as metrics,
+            serve_source_metrics(directory, metrics_port, metrics_host, ready_lag) as metrics,
         ):
             consolidator = Consolidator(
                 config,

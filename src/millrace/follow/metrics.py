@@ -72,9 +72,10 @@ def serve_registry(
     port: int | None,
     host: str,
     registry: CollectorRegistry,
-    wrap: Callable[[Any], Any] = lambda app: app,
+    problems: Callable[[], list[str]] | None = None,
 ) -> Iterator[None]:
-    """The same for any registry; `wrap` may put something before the WSGI application."""
+    """The same for any registry. `problems` says why it is not ready, for /readyz beside the
+    metrics; with it there is a /healthz, too."""
     if port is None:
         yield
         return
@@ -85,13 +86,29 @@ def serve_registry(
             f"can't serve metrics on port {port} of {host}: {error.strerror}",
             hint="choose another --metrics-port, or --metrics-host",
         ) from error
-    server.set_app(wrap(server.get_app()))
+    if problems is not None:
+        server.set_app(_with_probes(server.get_app(), problems))
     try:
         yield
     finally:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def _with_probes(metrics_app: Any, problems: Callable[[], list[str]]) -> Callable[..., Any]:
+    """A WSGI application: probes beside the metrics."""
+
+    def answer(environ: dict[str, Any], start_response: Callable[..., Any]) -> Any:
+        path = environ.get("PATH_INFO", "")
+        if path not in ("/healthz", "/readyz"):
+            return metrics_app(environ, start_response)
+        found = problems() if path == "/readyz" else []
+        status = "503 Service Unavailable" if found else "200 OK"
+        start_response(status, [("Content-Type", "text/plain; charset=utf-8")])
+        return ["".join(f"{line}\n" for line in found or ["ok"]).encode()]
+
+    return answer
 
 
 def _gauges(progress: FollowProgress) -> list[tuple[str, str, float | None]]:

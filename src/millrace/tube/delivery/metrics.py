@@ -8,9 +8,9 @@ is never taken for health.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Final
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -128,20 +128,5 @@ def serve_tube_metrics(
 ) -> Iterator[TubeMetrics]:
     """Metrics, /healthz and /readyz on this port of an address; None serves nothing."""
     metrics = TubeMetrics(tubes, ready_lag_seconds)
-    with serve_registry(port, host, metrics.registry, lambda app: _with_probes(app, metrics)):
+    with serve_registry(port, host, metrics.registry, metrics.problems):
         yield metrics
-
-
-def _with_probes(metrics_app: Any, metrics: TubeMetrics) -> Callable[..., Any]:
-    """A WSGI application: probes beside the metrics."""
-
-    def answer(environ: dict[str, Any], start_response: Callable[..., Any]) -> Any:
-        path = environ.get("PATH_INFO", "")
-        if path not in ("/healthz", "/readyz"):
-            return metrics_app(environ, start_response)
-        problems = metrics.problems() if path == "/readyz" else []
-        status = "503 Service Unavailable" if problems else "200 OK"
-        start_response(status, [("Content-Type", "text/plain; charset=utf-8")])
-        return ["".join(f"{line}\n" for line in problems or ["ok"]).encode()]
-
-    return answer

@@ -68,9 +68,6 @@ class SharedEngine:
     def wait(self) -> float:
         return self._engine.wait()
 
-    def slots(self, wanted: int) -> int:
-        return self._engine.slots(wanted)
-
     def call(self, body: Callable[[A, int], R], argument: A, description: str) -> R:
         is_apply = body is cast(object, apply_spool)
         with self._turns.taken() if is_apply else nullcontext():

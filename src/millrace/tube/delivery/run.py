@@ -67,19 +67,29 @@ def run_delivery(
                 setattr(total, one.name, getattr(total, one.name) + more)
             on_progress(total)
 
-    with ThreadPoolExecutor(workers, thread_name_prefix="tube") as threads:
-        running = [
-            threads.submit(_keep_serving, WorkerTask(delivery, number, workers), engine, stop, note)
-            for number in range(workers)
-        ]
+    tasks = [WorkerTask(delivery, number, workers) for number in range(workers)]
+    # One worker may have written pods for another that had ended: then all look again.
+    while _serve_all(tasks, engine, stop, note) and workers > 1 and not stop.is_set():
+        log.info("tube %s: one worker wrote pods for others; all look again", delivery.tube)
+    return total
+
+
+def _serve_all(
+    tasks: list[WorkerTask],
+    engine: Engine,
+    stop: threading.Event,
+    note: Callable[[WorkerOutcome], None],
+) -> bool:
+    """Every worker, to its end; whether one has written pods for others."""
+    with ThreadPoolExecutor(len(tasks), thread_name_prefix="tube") as threads:
+        running = [threads.submit(_keep_serving, task, engine, stop, note) for task in tasks]
         try:
-            for one in running:
-                one.result()
+            outcomes = [one.result() for one in running]
+            return any(outcomes)
         except BaseException:
             stop.set()
             engine.cancel()
             raise
-    return total
 
 
 def _keep_serving(
@@ -87,14 +97,15 @@ def _keep_serving(
     engine: Engine,
     stop: threading.Event,
     note: Callable[[WorkerOutcome], None],
-) -> None:
+) -> bool:
+    has_spread = False
     pause = _FIRST_PAUSE_SECONDS
     while not stop.is_set():
         try:
             outcome = engine.call(serve, task, f"tube {task.delivery.tube} worker {task.number}")
         except MillraceError as error:
             if stop.is_set():
-                return
+                return has_spread
             is_final = task.delivery.until_empty and not is_transient(error)
             if is_final or isinstance(error, ConfigError | InvariantError):
                 raise
@@ -103,6 +114,8 @@ def _keep_serving(
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
             continue
         note(outcome)
+        has_spread |= outcome.has_spread
         pause = _FIRST_PAUSE_SECONDS
         if task.delivery.until_empty and outcome.is_empty:
-            return
+            return has_spread
+    return has_spread

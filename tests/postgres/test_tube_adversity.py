@@ -180,6 +180,31 @@ def test_a_function_that_fails_for_one_id_leaves_the_others_alone(delivered: Del
     assert tubes.rows("SELECT count(*) FROM docs") == [9]
 
 
+def test_a_backfill_has_its_turn_where_something_is_always_touched(delivered: Delivered) -> None:
+    """Every document of row 1 touches it again, until the backfill has arrived."""
+    tubes = delivered.tubes
+    tubes.run("INSERT INTO item SELECT i, 'v', 1 FROM generate_series(1, 500) i")
+    tubes.run(
+        "SELECT tube_ensure_exists('pods')",
+        "SELECT tube_table_attach('pods', 'item', 1)",
+        "CREATE FUNCTION again() RETURNS trigger LANGUAGE plpgsql AS $$BEGIN"
+        " IF NEW.id = 1 AND (SELECT count(*) FROM public.docs) < 500 THEN"
+        " PERFORM tube.pods_touch(1, '{1}', 'T'); END IF; RETURN NEW; END$$",
+        "CREATE TRIGGER again BEFORE INSERT OR UPDATE ON docs FOR EACH ROW"
+        " EXECUTE FUNCTION again()",
+        "SELECT tube_backfill_schedule('pods', 'id', 1, 1)",
+        "SELECT pods_touch(1, '{1}', 'T')",
+    )
+    done = threading.Event()
+    thread = threading.Thread(target=lambda: (delivered.deliver(), done.set()))
+    thread.start()
+    is_done = done.wait(60)
+    tubes.run("DROP TRIGGER again ON docs")
+    thread.join()
+    assert is_done
+    assert_equal(delivered)
+
+
 def test_truncate_of_children_brings_their_parents(delivered: Delivered) -> None:
     tubes = delivered.tubes
     tubes.run(

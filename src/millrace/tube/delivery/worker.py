@@ -1,7 +1,7 @@
 """A worker: serves partitions of a tube, one batch after the other.
 
 Invariant: of a partition nothing is in flight twice, because one session owns it and does one thing
-at a time: incremental pods, then a page of garbage, then backfill pods. A pod is deleted after all
+at a time: incremental pods, then a page of garbage or backfill pods. A pod is deleted after all
 its keys were acknowledged by the sink, or are dead letters.
 
 Keys of a routed table may be in two partitions at once, when an update moves a row: each is locked
@@ -215,18 +215,25 @@ class Worker:
         return is_waiting
 
     def _step(self, tube: Tube, partition: int) -> bool:
-        """One batch, control pod or page of garbage; whether there was something to do."""
+        """What was touched last, then a page of garbage or of a backfill: where something is
+        always written, that would never have its turn otherwise. Whether there was anything."""
         waiting = self._fetch(tube, partition)
         ahead = [pod for pod in waiting if pod.op != "B"]
-        if not ahead and self._collect(tube, partition):
+        batch = _cut(ahead)
+        if batch:
+            self._do(tube, partition, batch)
+        if len(batch) < len(ahead) or self._collect(tube, partition):
             return True
-        batch = _cut(ahead or waiting)
-        if not batch:
-            return False
+        behind = _cut(waiting[len(ahead) :])
+        if behind:
+            self._do(tube, partition, behind)
+        return bool(batch or behind)
+
+    def _do(self, tube: Tube, partition: int, batch: list[Pod]) -> None:
         if batch[0].is_control:
-            return self._control(tube, partition, batch[0])
-        self._deliver(tube, partition, batch)
-        return True
+            self._control(tube, partition, batch[0])
+        else:
+            self._deliver(tube, partition, batch)
 
     def _fetch(self, tube: Tube, partition: int) -> list[Pod]:
         """The next pods that nobody is at work on, and whose sink is there."""
@@ -459,7 +466,7 @@ class Worker:
         if outlet is not None:
             outlet.close()
 
-    def _control(self, tube: Tube, partition: int, pod: Pod) -> bool:
+    def _control(self, tube: Tube, partition: int, pod: Pod) -> None:
         payload = pod.payload or {}
         tables, kind = tube.tables_of(pod.table_id), payload.get("type")
         # A tube of pg-tube's has one table in a shard; of several, the pod does not say which.
@@ -469,11 +476,11 @@ class Worker:
         if table is not None and not tube.is_at_home(table, partition):
             self._forward(tube, table, [pod])
             delete_pods(self._reader, tube, partition, [pod.seq])
-            return True
+            return
         if table is not None and is_collection(kind):
             found = Collection(table, pod, tube.partitions, partition)
             self._collections[partition, pod.seq] = found
-            return True
+            return
         if table is not None and _is_backfill(pod):
             if kind == "lost":
                 log.error(
@@ -484,9 +491,8 @@ class Worker:
                 )
             self._has_spread = True
             self._backfills.begin(partition, pod, table, payload.get("order_col"))
-            return True
+            return
         delete_pods(self._reader, tube, partition, [pod.seq])
-        return True
 
     def _collect(self, tube: Tube, partition: int) -> bool:
         """A page of garbage, or the end of a backfill; whether there was one."""

@@ -6,16 +6,20 @@ import json
 import threading
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import psycopg
 import pyarrow as pa
 import pytest
+from tests.fixtures.direct_engine import DirectEngine
 from tests.fixtures.tube_delivery import Delivered
 from tests.fixtures.tubes import TubeDatabase, open_tubes
 from tests.fixtures.wait import wait_for
 
 from millrace import failpoint
+from millrace.errors import ConfigError, ServerError
 from millrace.postgres.program.embedded import open_cluster
+from millrace.tube.delivery.run import run_delivery
 from millrace.tube.delivery.worker import Worker, WorkerTask
 
 ITEM = "CREATE TABLE item (id bigint PRIMARY KEY, v text, region int)"
@@ -360,6 +364,31 @@ def test_a_repartition_waits_for_writers_and_never_fails_one(delivered: Delivere
     assert tubes.rows("SELECT partitions FROM tube._tube_tubes") == [4]
     delivered.deliver(2)
     assert_equal(delivered)
+
+
+class OneFails(DirectEngine):
+    """The second worker's task can't be mended; the first one's ends when it is cancelled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cancelled = threading.Event()
+
+    def call(self, body: Any, argument: Any, description: str) -> Any:
+        if description.endswith("worker 1"):
+            raise ConfigError("no way")
+        self.cancelled.wait()
+        raise ServerError("cancelled")
+
+    def cancel(self) -> None:
+        self.cancelled.set()
+
+
+def test_an_error_of_one_worker_ends_the_delivery_while_another_is_at_work(
+    delivered: Delivered,
+) -> None:
+    delivery, engine = delivered.delivery(until_empty=False), OneFails()
+    with pytest.raises(ConfigError, match="no way"):
+        run_delivery(delivery, 2, engine, stop=threading.Event())
 
 
 def test_nothing_is_delivered_that_the_source_forgets_in_a_crash(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import fields, replace
 
 from millrace.engine import Engine
@@ -25,6 +25,7 @@ from millrace.tube.install import require_primary
 log = logging.getLogger(__name__)
 
 _FIRST_PAUSE_SECONDS = 0.5
+_LOOK_SECONDS = 1.0
 
 
 def check_delivery(delivery: Delivery, workers: int) -> Delivery:
@@ -84,12 +85,21 @@ def _serve_all(
     with ThreadPoolExecutor(len(tasks), thread_name_prefix="tube") as threads:
         running = [threads.submit(_keep_serving, task, engine, stop, note) for task in tasks]
         try:
-            outcomes = [one.result() for one in running]
-            return any(outcomes)
+            return _wait_for_all(running)
         except BaseException:
             stop.set()
             engine.cancel()
             raise
+
+
+def _wait_for_all(running: list[Future[bool]]) -> bool:
+    """The first error of any of them, at once; whether one returned true. Not without a limit: a
+    signal that another thread was given wakes nobody."""
+    waiting, found = set(running), False
+    while waiting:
+        done, waiting = wait(waiting, _LOOK_SECONDS, FIRST_COMPLETED)
+        found |= any(list(map(Future.result, done)))
+    return found
 
 
 def _keep_serving(

@@ -23,6 +23,7 @@ TRANSIENT_CODES = frozenset(
     {
         "57P01",  # admin_shutdown, also pg_terminate_backend
         "57P02",  # crash_shutdown
+        "25P03",  # idle_in_transaction_session_timeout: whoever froze is late, no more
         "57P03",  # cannot_connect_now: starting up or in recovery
         "53300",  # too_many_connections: other sessions come and go
         "40001",  # serialization_failure, also a standby's recovery conflict

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
@@ -13,12 +14,16 @@ import psycopg
 import pyarrow as pa
 import pytest
 from tests.fixtures.documents import DOCUMENT_KINDS, documents
+from tests.fixtures.wait import wait_for
 
 from millrace import failpoint
 from millrace.errors import ConfigError, MillraceError, SinkError
+from millrace.retry import is_transient
+from millrace.sink import postgres_table
 from millrace.sink.document import JSON_KEY, DocumentOrigin
 from millrace.sink.protocol import ComparableSink, DocumentSink, ListingSink, ShardChoice
 from millrace.sink.registry import open_document_sink
+from millrace.sink.tantivy_index import TantivySink
 
 SCHEMA = pa.schema(
     [
@@ -57,7 +62,10 @@ def kind(request: pytest.FixtureRequest, tmp_path: Path) -> Kind:
         return Kind(f"jsonl:{tmp_path / 'documents'}", lambda: read_lines(tmp_path / "documents"))
     if request.param == "tantivy":
         return Kind(f"tantivy:{tmp_path / 'index'}", lambda: read_index(tmp_path / "index"))
-    uri = request.getfixturevalue("target_db")
+    return table_kind(request.getfixturevalue("target_db"))
+
+
+def table_kind(uri: str) -> Kind:
     with psycopg.connect(uri) as connection:
         connection.execute('CREATE SCHEMA "Odd one"')
         connection.execute(
@@ -189,13 +197,88 @@ def test_documents_of_a_shard_are_listed_by_their_age(kind: Kind) -> None:
         odd = sink.list_ids(ShardChoice(None, 3, 2), (2, 0), 10)
         assert odd == {f"{n}.{shard}": shard for n in range(4) for shard in (-1, 2)}
         assert sink.list_ids(ShardChoice(None, 3, 1), (2, 0), 10) == {}
-        sink.forget_deleted(ShardChoice(2), (1, 2))
-        sink.write_documents(
-            documents((0, 1), *[(one, 2, body(one)) for one in ("d0", "d2")], schema=SCHEMA)
+
+
+@pytest.mark.parametrize("choice", [ShardChoice(2), ShardChoice(None, 3, 2)])
+def test_what_is_older_than_collected_garbage_is_refused(kind: Kind, choice: ShardChoice) -> None:
+    deliver(kind, (1, 5), ("a", 2, body("a")), ("gone", 2, None), ("late", 2, None))
+    with closing(kind.open()) as sink:
+        if not isinstance(sink, ListingSink):
+            return
+        sink.forget_deleted(choice, (1, 6))
+    for version in ((0, 9), (1, 4)):
+        with pytest.raises(SinkError, match="older than what was collected") as caught:
+            deliver(kind, version, ("gone", 2, body("gone")))
+        assert is_transient(caught.value)
+    deliver(kind, (1, 4), ("elsewhere", 1, body("elsewhere")))
+    deliver(kind, (1, 6), ("late", 2, body("late")))
+    assert set(kind.read()) == {"a", "elsewhere", "late"}
+
+
+def test_documents_are_listed_for_their_own_origin(kind: Kind) -> None:
+    deliver(kind, (0, 5), ("a", 1, body("a")))
+    with closing(open_document_sink(kind.uri)) as sink:
+        if isinstance(sink, ListingSink):
+            sink.begin_documents(DocumentOrigin("shop", "public.other", ("id",)), SCHEMA)
+            assert sink.list_ids(ShardChoice(1), (9, 9), 10) == {}
+            assert sink.list_ids(ShardChoice(None), (9, 9), 10) == {}
+
+
+def test_a_deletion_that_waited_for_a_frozen_writer_deletes_what_that_wrote(
+    target_db: str,
+) -> None:
+    kind = table_kind(target_db)
+    with closing(kind.open()) as frozen, closing(kind.open()) as other:
+        frozen.write_documents(documents((0, 5), ("a", 1, body("a")), schema=SCHEMA))
+        thread = threading.Thread(
+            target=other.write_documents, args=[documents((0, 6), ("a", 1, None), schema=SCHEMA)]
         )
-        sink.commit(0)
-    assert "d0" in kind.read()
-    assert "d2" not in kind.read()
+        thread.start()
+        with psycopg.connect(target_db, autocommit=True) as watch:
+            wait_for(
+                lambda: watch.execute(
+                    "SELECT FROM pg_stat_activity WHERE wait_event_type = 'Lock'"
+                    " AND datname = current_database()"
+                ).fetchall(),
+                "it waits",
+            )
+        frozen.commit(0)
+        thread.join()
+        other.commit(0)
+    assert kind.read() == {}
+
+
+def test_a_writer_that_froze_in_mid_transaction_lets_go(
+    target_db: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = table_kind(target_db)
+    monkeypatch.setattr(postgres_table, "_IDLE_SECONDS", 1)
+    with closing(kind.open()) as frozen:
+        frozen.write_documents(documents((0, 5), ("a", 1, body("a")), schema=SCHEMA))
+        deliver(kind, (0, 6), ("a", 1, body("a", "newer")))
+        with pytest.raises(MillraceError) as caught:
+            frozen.commit(0)
+        assert is_transient(caught.value)
+    assert kind.read() == {"a": expected("a", "newer")}
+
+
+def test_a_document_that_comes_back_while_deletions_are_forgotten_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = Kind(f"tantivy:{tmp_path}", lambda: read_index(tmp_path))
+    deliver(kind, (0, 5), ("a", 0, None), ("b", 0, None))
+    with closing(kind.open()) as sink:
+        assert isinstance(sink, TantivySink)
+        opened = sink._open_writer
+
+        def bring_back_first() -> Any:
+            monkeypatch.undo()
+            deliver(kind, (0, 7), ("a", 1, body("a")))
+            return opened()
+
+        monkeypatch.setattr(sink, "_open_writer", bring_back_first)
+        sink.forget_deleted(ShardChoice(None, 2, 0), (0, 6))
+    assert set(kind.read()) == {"a"}
 
 
 def test_what_a_sink_holds_is_compared_with_what_it_should_hold(kind: Kind) -> None:

@@ -1,8 +1,8 @@
 """`make torture MINUTES=30 SEED=1`: clone after clone, until the time is up or one differs.
 
 The first clone is interrupted fifty times. With `WHAT=follow`, stream after stream, each compared
-after every round of interruptions. Ends with 1 at the first failure, leaving the work directory,
-the schedules and all logs of that clone or stream in place.
+after every round of interruptions. With `WHAT=tube`, tube after tube. Ends with 1 at the first
+failure, leaving the work directory, the schedules and all logs of that one in place.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from tests.torture.schedule import (
     schedules,
 )
 from tests.torture.stage import open_stage
+from tests.torture.tube_campaign import TubeCampaign, open_tube_stage
 
 from millrace.spark.session import Engine, default_master
 
@@ -43,7 +44,11 @@ ROUNDS = 3
 # Every third stream, the second first, runs on a cluster of its own, whose executor can be killed.
 CLUSTER_EVERY = 3
 MEGABYTES = 6
-FIGURES = {"clone": Path("build/torture.json"), "follow": Path("build/torture-follow.json")}
+FIGURES = {
+    "clone": Path("build/torture.json"),
+    "follow": Path("build/torture-follow.json"),
+    "tube": Path("build/torture-tube.json"),
+}
 
 
 def main() -> int:
@@ -52,8 +57,9 @@ def main() -> int:
     directory = options.dir / f"{options.what}-seed-{options.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     _say(f"seed {options.seed}, {options.minutes:g} minutes, evidence in {directory}")
     with Engine(default_master(4)) as engine:
-        engine.start()
-        run = run_streams if options.what == "follow" else run_clones
+        if options.what != "tube":
+            engine.start()
+        run = {"clone": run_clones, "follow": run_streams, "tube": run_tubes}[options.what]
         figures, failure = run(options, engine, directory)
     figures.write(options.figures, failure=failure, **_about(options.what))
     for kind, count in sorted(figures.interruptions.items()):
@@ -120,6 +126,23 @@ def run_streams(
                 return figures, f"{type(error).__name__}: {error}"
             figures.write(options.figures, **_about("follow"))
     if figures.missing() and not options.replay:
+        return figures, f"never came up: {'; '.join(figures.missing())}"
+    return figures, ""
+
+
+def run_tubes(options: argparse.Namespace, engine: Engine, directory: Path) -> tuple[Figures, str]:
+    """One tube after the other; what stopped it, if something did."""
+    ends_at = time.monotonic() + options.minutes * 60
+    with open_tube_stage(options.seed) as stage:
+        campaign = TubeCampaign(stage, directory, options.seed, _say)
+        figures = campaign.figures
+        while time.monotonic() < ends_at:
+            try:
+                campaign.run()
+            except Exception as error:
+                return figures, f"{type(error).__name__}: {error}"
+            figures.write(options.figures, **_about("tube"))
+    if figures.missing():
         return figures, f"never came up: {'; '.join(figures.missing())}"
     return figures, ""
 

@@ -1,4 +1,4 @@
-"""Every failpoint that a clone passes, in the order in which it passes them, and a stream.
+"""Every failpoint that a clone passes, in the order in which it passes them, a stream, and a tube.
 
 Invariant: the lists are the source's: `read_failpoints` finds the places by themselves, and a test
 compares both. Who adds a place adds it here, and so it is killed at.
@@ -102,6 +102,24 @@ SYNC = (
     "sync.followed",
 )
 SYNC_TASK = ("sync.copy_begin", "sync.before_copy_commit", "sync.after_copy_commit")
+# Where a tube is delivered, in the task of a worker: for each batch,
+TUBE_BATCH = (
+    "tube.after_draw",
+    "tube.before_write",
+    "tube.before_commit",
+    "sink.before_commit",
+    "tube.after_commit",
+    "tube.before_delete",
+    "tube.after_delete",
+)
+# while garbage is collected, while a scheduled backfill runs, and when a table has moved.
+TUBE_GARBAGE = ("tube.before_list", "tube.before_forget", "tube.after_forget")
+TUBE_BACKFILL = ("tube.before_page", "tube.after_page")
+TUBE_MOVED = ("tube.after_forward",)
+TUBE = TUBE_BATCH + TUBE_GARBAGE + TUBE_BACKFILL + TUBE_MOVED
+TUBE_PACKAGES = ("tube", "sink")
+# Of a sink that takes changes; tests/unit/test_sinks.py kills at it.
+CHANGE_SINKS = ("sink.after_commit",)
 
 
 def some_of(names: tuple[str, ...], dice: random.Random, share: int) -> tuple[str, ...]:

@@ -14,7 +14,8 @@ from typing import Any
 from tests.torture.ingredients import Ingredient
 from tests.torture.interrupt import CampaignFailed
 from tests.torture.pair import Verdict
-from tests.torture.schedule import Interruption
+from tests.torture.schedule import TUBE_KINDS, Interruption
+from tests.torture.tube_tables import TubeIngredient
 
 
 @dataclass
@@ -81,3 +82,19 @@ class FollowFigures(Figures):
     def missing(self) -> list[str]:
         """Ingredients that never came up: nothing is known of them."""
         return [name for name, count in self.ingredients.items() if not count]
+
+
+@dataclass
+class TubeFigures(Figures):
+    """Of tubes: each round has a table of its own."""
+
+    rounds: int = 0
+    ingredients: Counter[str] = field(
+        default_factory=lambda: Counter(dict.fromkeys(TubeIngredient, 0))
+    )
+
+    def missing(self) -> list[str]:
+        """Ingredients and interruptions that never came up: nothing is known of them."""
+        return [name for name, count in self.ingredients.items() if not count] + [
+            kind for kind in TUBE_KINDS if not self.interruptions[kind]
+        ]

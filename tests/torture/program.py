@@ -13,16 +13,17 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
 from tests.fixtures.spark_folder import application_folder, remove_application_folder
 from tests.fixtures.wait import DEADLINE_SECONDS, POLL_SECONDS
-from tests.torture.failpoints import FAILPOINTS, STREAM
+from tests.torture.failpoints import FAILPOINTS, STREAM, TUBE
 
 from millrace.failpoint import VARIABLE
 
-EVERYWHERE = FAILPOINTS + STREAM
+EVERYWHERE = FAILPOINTS + STREAM + TUBE
 WITH_SPARK = (sys.executable, "-m", "millrace")
 # Looking through all processes of the machine takes milliseconds.
 WATCH_SECONDS = 0.1
@@ -42,13 +43,14 @@ class Program:
         *arguments: str,
         marks: Path | None = None,
         command: tuple[str, ...] = WITH_SPARK,
+        more_environment: Mapping[str, str] | None = None,
     ) -> None:
         self.log = log
         self._marks = marks
         self._watched_at = 0.0
         self._family: dict[int, psutil.Process] = {}
         self._folders: set[Path] = set()
-        environment = dict(os.environ)
+        environment = {**os.environ, **(more_environment or {})}
         environment.pop(VARIABLE, None)
         if marks is not None:
             marks.mkdir(exist_ok=True)
@@ -125,6 +127,11 @@ class Program:
         """Spark's Python workers, also those that have lost their parent."""
         known = {*self.family(), *self.left_behind()} - set(self.daemons())
         return [process for process in known if _DAEMON.search(_command(process))]
+
+    def forked(self) -> list[psutil.Process]:
+        """What runs tasks in the place of Spark's workers."""
+        servers = [p for p in self.family() if _FORKSERVER in _command(p)]
+        return [child for server in servers for child in _children(server)]
 
     def receivers(self) -> list[psutil.Process]:
         """The process that fills the spool."""

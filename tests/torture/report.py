@@ -11,24 +11,27 @@ import sys
 from pathlib import Path
 from typing import Any
 
-FIGURES = (Path("build/torture.json"), Path("build/torture-follow.json"))
+FIGURES = tuple(Path("build") / f"torture{one}.json" for one in ("", "-follow", "-tube"))
 PAGE = Path("docs/reliability.md")
-# Clones and streams have a place each.
+# Clones, streams and tubes have a place each.
 MARKS = {
     "clone": ("<!-- figures: begin -->\n", "<!-- figures: end -->\n"),
     "follow": ("<!-- figures of streams: begin -->\n", "<!-- figures of streams: end -->\n"),
+    "tube": ("<!-- figures of tubes: begin -->\n", "<!-- figures of tubes: end -->\n"),
 }
+
+NAMES = {"clone": "clones", "follow": "streams", "tube": "tubes"}
 
 Figures = dict[str, Any]
 
 
 def render(figures: Figures) -> str:
     """The figures as markdown."""
-    is_follow = kind_of(figures) == "follow"
-    rows = _follow_rows(figures) if is_follow else _clone_rows(figures)
+    kind = kind_of(figures)
+    rows = {"clone": _clone_rows, "follow": _follow_rows, "tube": _tube_rows}[kind](figures)
     lines = [
         f"{figures['date']}, {figures['machine']}, {figures['seconds'] / 60:.0f} minutes of "
-        f"{'streams' if is_follow else 'clones'}, commit {figures['commit']}, "
+        f"{NAMES[kind]}, commit {figures['commit']}, "
         f"seed {figures['seed']}:",
         "",
         "| | |",
@@ -80,6 +83,17 @@ def _follow_rows(figures: Figures) -> list[tuple[str, int]]:
         ("looks at the target for half a transaction", figures["torn_looks"]),
         ("tables compared", figures["tables_compared"]),
         ("rows compared", figures["rows_compared"]),
+        ("**differences**", figures["differences"]),
+    ]
+
+
+def _tube_rows(figures: Figures) -> list[tuple[str, int]]:
+    return [
+        ("rounds, each with a table of its own, brought to rest and compared", figures["rounds"]),
+        ("processes of `millrace tube run`", figures["processes"]),
+        *_interruptions(figures),
+        *figures["ingredients"].items(),
+        ("documents compared", figures["rows_compared"]),
         ("**differences**", figures["differences"]),
     ]
 

@@ -43,6 +43,8 @@ class Kind(StrEnum):
     CRASH_SOURCE = "source restarted, immediate"
     KILL_RECEIVER = "SIGKILL receiver"
     KILL_EXECUTOR = "SIGKILL executor"
+    # Of a tube only.
+    FREEZE_WORKER = "worker frozen"
 
 
 STREAM_KINDS = (
@@ -51,7 +53,20 @@ STREAM_KINDS = (
     Kind.KILL_RECEIVER,
     Kind.KILL_EXECUTOR,
 )
-CLONE_KINDS = tuple(kind for kind in Kind if kind not in STREAM_KINDS)
+CLONE_KINDS = tuple(kind for kind in Kind if kind not in (*STREAM_KINDS, Kind.FREEZE_WORKER))
+TUBE_KINDS = (
+    Kind.KILL_DRIVER,
+    Kind.KILL_JVM,
+    Kind.KILL_WORKER,
+    Kind.FREEZE_WORKER,
+    Kind.TERMINATE,
+    Kind.INTERRUPT,
+    Kind.CUT_SOURCE,
+    Kind.CUT_TARGET,
+    Kind.RESTART_TARGET,
+    Kind.RESTART_SOURCE,
+    Kind.CRASH_SOURCE,
+)
 # What a running `millrace follow` goes on after, by itself.
 SURVIVED = (
     Kind.KILL_WORKER,
@@ -201,7 +216,9 @@ def follow_schedules(
     *, least: int = 8, most: int = 12, copying: bool = True, cluster: bool = False
 ) -> st.SearchStrategy[Schedule]:
     """Some interruptions of one stream: perhaps of its copy first, then of following."""
-    kinds = [kind for kind in Kind if cluster or kind is not Kind.KILL_EXECUTOR]
+    kinds = [*CLONE_KINDS, *STREAM_KINDS]
+    if not cluster:
+        kinds.remove(Kind.KILL_EXECUTOR)
     if cluster:
         # The point of it; and without its JVM or driver it takes long to come back.
         kinds = [kind for kind in kinds if kind not in (Kind.KILL_JVM, Kind.QUIT)]

@@ -16,6 +16,8 @@ from typing import Any, Final
 
 import pyarrow as pa
 
+from millrace.errors import FormatError
+
 # (epoch, number): a later read of the same row has a larger one.
 Version = tuple[int, int]
 
@@ -75,7 +77,18 @@ def id_of(values: tuple[str, ...]) -> str:
 
 def key_of(id_: str, columns: int) -> tuple[str, ...]:
     """The values that `id_of` was given."""
-    return (id_,) if columns == 1 else tuple(json.loads(id_))
+    if columns == 1:
+        return (id_,)
+    try:
+        values = json.loads(id_)
+    except ValueError:
+        values = None
+    if not isinstance(values, list) or [type(one) for one in values] != [str] * columns:
+        raise FormatError(
+            f"a key that was touched is no JSON array of {columns} texts",
+            hint='touch keys of several columns as ["a", "b"]',
+        )
+    return tuple(values)
 
 
 def is_json(field: pa.Field) -> bool:

@@ -2,10 +2,12 @@
 
 Invariant: the table holds the newest version of each document that it was given. A row and its
 version commit together; the versions, those of deleted documents too, are in a table of ours beside
-it, and a delivery that is older than what is there changes nothing.
+it, and a delivery that is older than what is there changes nothing. What is older than a finished
+collection of garbage is refused: the versions of deleted documents that would reject it are gone.
 
 Facts: PostgreSQL documentation, INSERT, ON CONFLICT: a row that the WHERE condition leaves alone is
-locked and not returned; so of two writers of one id the second sees the version of the first.
+locked and not returned; so of two writers of one id the second sees the version of the first. It
+sees its row only in the next statement: one that waited for a lock has an older snapshot.
 """
 
 from __future__ import annotations
@@ -44,9 +46,25 @@ CREATE TABLE IF NOT EXISTS {SCHEMA}.version (
     epoch bigint NOT NULL,
     number bigint NOT NULL,
     deleted boolean NOT NULL,
+    origin int NOT NULL,
     PRIMARY KEY (sink, id)
 ) WITH (fillfactor = 80);
+CREATE TABLE IF NOT EXISTS {SCHEMA}.origin (
+    id int GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    name text NOT NULL UNIQUE
+);
+CREATE TABLE IF NOT EXISTS {SCHEMA}.collected (
+    sink int NOT NULL,
+    origin int NOT NULL,
+    partitions int NOT NULL,
+    partition int NOT NULL,
+    epoch bigint NOT NULL,
+    number bigint NOT NULL,
+    PRIMARY KEY (sink, origin, partitions, partition)
+);
 """
+# A writer that froze in mid-transaction would keep the others from its documents.
+_IDLE_SECONDS: Final = 60
 # Columns of a stage table besides the document's.
 _OWN: Final = ("_id", "_shard", "_deleted")
 _FORMAT: Final = "FORMAT csv, NULL ''"
@@ -75,11 +93,14 @@ class PostgresTableSink:
     def __init__(self, dsn: Dsn, table: str) -> None:
         self._table = table
         self._session: PGconn = open_session(dsn, "sink", "UTF8")
+        timeout = f"SET idle_in_transaction_session_timeout = '{_IDLE_SECONDS}s'"
+        execute(self._session, timeout)
         self._is_open = False
         self._name = ""
         self._names: tuple[str, ...] = ()
         self._key: tuple[str, ...] = ()
         self._sink = 0
+        self._origin = 0
 
     def begin_documents(self, origin: DocumentOrigin, body: pa.Schema) -> None:
         self._names, self._key = tuple(body.names), origin.key
@@ -87,11 +108,8 @@ class PostgresTableSink:
         self._require_columns(name)
         self._require_key(name, origin.key)
         execute(self._session, f"BEGIN; {_SETUP}")
-        execute(
-            self._session,
-            f"INSERT INTO {SCHEMA}.sink (name) VALUES ({literal(name)}) ON CONFLICT DO NOTHING",
-        )
-        self._sink = int(self._scalar(f"SELECT id FROM {SCHEMA}.sink WHERE name = {literal(name)}"))
+        self._sink = self._number("sink", name)
+        self._origin = self._number("origin", f"{origin.tube} {origin.table}")
         execute(self._session, "COMMIT")
         selected = ", ".join(f"t.{ident(one)}" for one in self._names)
         execute(
@@ -105,7 +123,13 @@ class PostgresTableSink:
         execute(self._session, "TRUNCATE stage" if self._is_open else "BEGIN")
         self._is_open = True
         self._fill_stage(batch)
-        execute(self._session, self._upsert(batch.version), "writing documents")
+        found = execute(self._session, self._upsert(batch.version), "writing documents")
+        if found[1].get_value(0, 0) != b"0":
+            raise SinkError(
+                f"a delivery into {self._name} is older than what was collected there",
+                hint="its rows are read again",
+                sqlstate="40001",
+            )
 
     def commit(self, position: int) -> None:
         if self._is_open:
@@ -128,8 +152,16 @@ class PostgresTableSink:
         }
 
     def forget_deleted(self, choice: ShardChoice, older_than: Version) -> None:
+        epoch, number = older_than
+        # A single shard is noted as a partition of none.
+        place = (choice.partitions, choice.partition)
+        parts, part = place if choice.shard is None else (0, choice.shard)
         execute(
             self._session,
+            f"INSERT INTO {SCHEMA}.collected AS c VALUES ({self._sink}, {self._origin}, {parts},"
+            f" {part}, {epoch}, {number}) ON CONFLICT (sink, origin, partitions, partition)"
+            " DO UPDATE SET epoch = excluded.epoch, number = excluded.number"
+            " WHERE (c.epoch, c.number) < (excluded.epoch, excluded.number);"
             f"DELETE FROM {SCHEMA}.version WHERE {self._older(choice, older_than)} AND deleted",
         )
 
@@ -165,7 +197,18 @@ class PostgresTableSink:
         shards = f"(shard % {n} + {n}) % {n} = {p}"
         if choice.shard is not None:
             shards = f"shard = {choice.shard}"
-        return f"sink = {self._sink} AND {shards} AND (epoch, number) < ({epoch}, {number})"
+        return (
+            f"sink = {self._sink} AND origin = {self._origin} AND {shards}"
+            f" AND (epoch, number) < ({epoch}, {number})"
+        )
+
+    def _number(self, table: str, name: str) -> int:
+        """The number of a name in one of our tables."""
+        execute(
+            self._session,
+            f"INSERT INTO {SCHEMA}.{table} (name) VALUES ({literal(name)}) ON CONFLICT DO NOTHING",
+        )
+        return int(self._scalar(f"SELECT id FROM {SCHEMA}.{table} WHERE name = {literal(name)}"))
 
     def _find_table(self) -> str:
         """The table with its schema, which may come from the user's search path."""
@@ -200,9 +243,9 @@ class PostgresTableSink:
         found = self._scalar(
             "SELECT count(*) FROM pg_index i WHERE indrelid ="
             f" {literal(name)}::regclass AND indisunique AND indisvalid AND indpred IS NULL"
-            " AND indexprs IS NULL AND (SELECT array_agg(attname::text ORDER BY attname)"
-            " FROM pg_attribute WHERE attrelid = indrelid"
-            " AND attnum = ANY(indkey[0:indnkeyatts - 1]))"
+            " AND indimmediate AND indexprs IS NULL"
+            " AND (SELECT array_agg(attname::text ORDER BY attname) FROM pg_attribute"
+            " WHERE attrelid = indrelid AND attnum = ANY(indkey[0:indnkeyatts - 1]))"
             f" = (SELECT array_agg(k ORDER BY k) FROM unnest(ARRAY[{wanted}]) k)"
         )
         if found == "0":
@@ -227,17 +270,25 @@ class PostgresTableSink:
         same = " AND ".join(f"t.{ident(one)} = s.{ident(one)}" for one in key)
         return f"""
 WITH fresh AS (
-    INSERT INTO {SCHEMA}.version AS v (sink, id, shard, epoch, number, deleted)
-    SELECT {self._sink}, _id, _shard, {epoch}, {number}, _deleted FROM stage ORDER BY _id
+    INSERT INTO {SCHEMA}.version AS v (sink, id, shard, epoch, number, deleted, origin)
+    SELECT {self._sink}, _id, _shard, {epoch}, {number}, _deleted, {self._origin}
+      FROM stage ORDER BY _id
     ON CONFLICT (sink, id) DO UPDATE SET shard = excluded.shard, epoch = excluded.epoch,
-        number = excluded.number, deleted = excluded.deleted
+        number = excluded.number, deleted = excluded.deleted, origin = excluded.origin
         WHERE (v.epoch, v.number) <= (excluded.epoch, excluded.number)
     RETURNING id
-), gone AS (
-    DELETE FROM {table} t USING stage s JOIN fresh f ON f.id = s._id WHERE s._deleted AND {same}
+)
+DELETE FROM stage s WHERE NOT EXISTS (SELECT FROM fresh f WHERE f.id = s._id);
+SELECT count(*) FROM {SCHEMA}.collected c
+ WHERE c.sink = {self._sink} AND c.origin = {self._origin}
+   AND ({epoch}, {number}) < (c.epoch, c.number)
+   AND EXISTS (SELECT FROM stage s WHERE CASE c.partitions WHEN 0 THEN s._shard = c.partition
+       ELSE (s._shard % c.partitions + c.partitions) % c.partitions = c.partition END);
+WITH gone AS (
+    DELETE FROM {table} t USING stage s WHERE s._deleted AND {same}
 )
 INSERT INTO {table} ({column_list(names)}) SELECT {", ".join(f"s.{ident(one)}" for one in names)}
-    FROM stage s JOIN fresh f ON f.id = s._id WHERE NOT s._deleted
+    FROM stage s WHERE NOT s._deleted
     ON CONFLICT ({column_list(key)}) DO {action}
 """
 

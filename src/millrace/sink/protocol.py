@@ -97,10 +97,12 @@ class ListingSink(DocumentSink, Protocol):
     """Knows which documents it holds."""
 
     def list_ids(self, choice: ShardChoice, older_than: Version, limit: int) -> dict[str, int]:
-        """At most `limit` documents that garbage collection has to look at, with their shards."""
+        """At most `limit` documents of this origin that garbage collection has to look at, with
+        their shards."""
 
     def forget_deleted(self, choice: ShardChoice, older_than: Version) -> None:
-        """Drop what deleted documents left behind: nothing older than this can arrive."""
+        """Drop what deleted documents left behind. A frozen worker may still come with something
+        older than this: from now on that is refused."""
 
 
 class Difference(StrEnum):

@@ -2,7 +2,8 @@
 
 Invariant: the index holds the newest version of each document that it was given, in one entry; that
 of a deleted document has its version and no text. One process writes at a time, for one commit;
-the others wait for their turn.
+the others wait for their turn. What is older than a finished collection of garbage is refused: the
+entries of deleted documents that would reject it are gone; a file beside the index has the limit.
 
 Text of the columns is searchable word by word, numbers and truth values are searchable as such.
 """
@@ -12,6 +13,8 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import astuple
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final
@@ -32,7 +35,11 @@ from millrace.sink.protocol import Capabilities, Difference, ShardChoice
 
 # Names of columns do not begin like this one in the index.
 _ID, _SHARD, _EPOCH, _NUMBER, _DELETED = "_id", "_shard", "_epoch", "_number", "_deleted"
-_OWN: Final = (_ID, _SHARD, _EPOCH, _NUMBER, _DELETED)
+_ORIGIN: Final = "_origin"
+_NUMBERS: Final = (_SHARD, _EPOCH, _NUMBER, _DELETED)
+_OWN: Final = (_ID, _ORIGIN, *_NUMBERS)
+# Up to where garbage was collected, by origin and choice of shards.
+_COLLECTED: Final = "collected.json"
 _HEAP_BYTES: Final = 64 << 20
 _MANY: Final = 10_000_000
 _LARGEST: Final = (1 << 63) - 1
@@ -66,10 +73,12 @@ class TantivySink:
         self._guard = FailureGuard(str(folder))
         self._batches: list[DocumentBatch] = []
         self._index: Any = None
+        self._origin = ""
         with self._guard.step("opening"):
             folder.mkdir(parents=True, exist_ok=True)
 
     def begin_documents(self, origin: DocumentOrigin, body: pa.Schema) -> None:
+        self._origin = f"{origin.tube} {origin.table}"
         with self._guard.step("opening"):
             schema = self._schema(body)
             if not self._tantivy.Index.exists(str(self._folder)):
@@ -88,18 +97,10 @@ class TantivySink:
     def commit(self, position: int) -> None:
         if not self._batches:
             return
-        with self._guard.step("writing"):
-            writer = self._open_writer()
-            try:
-                for batch in self._batches:
-                    self._add(writer, batch)
-                failpoint.hit("sink.before_commit")
-                writer.commit()
-            except ValueError as error:
-                raise SinkError(f"writing {self._folder} failed: {error}") from error
-            finally:
-                # It gives the index back when nobody refers to it.
-                writer.wait_merging_threads()
+        with self._guard.step("writing"), self._writing() as writer:
+            for batch in self._batches:
+                self._add(writer, batch)
+            failpoint.hit("sink.before_commit")
         self._batches = []
 
     def close(self) -> None:
@@ -113,13 +114,24 @@ class TantivySink:
 
     def forget_deleted(self, choice: ShardChoice, older_than: Version) -> None:
         query = self._boolean(self._term(_DELETED, 1), self._older(choice, older_than))
-        found = self._search(query, self._most(choice, _MANY))
-        with self._guard.step("writing"):
-            writer = self._open_writer()
-            for one in found:
+        # Looked up under the writer's lock: another one may bring a document back meanwhile.
+        with self._guard.step("writing"), self._writing() as writer:
+            self._note_collected(choice, older_than)
+            for one in self._search(query, self._most(choice, _MANY)):
                 if choice.has(int(one[_SHARD][0])):
                     writer.delete_documents_by_term(_ID, str(one[_ID][0]))
+
+    @contextmanager
+    def _writing(self) -> Iterator[Any]:
+        """A writer, which commits at the end."""
+        writer = self._open_writer()
+        try:
+            yield writer
             writer.commit()
+        except ValueError as error:
+            raise SinkError(f"writing {self._folder} failed: {error}") from error
+        finally:
+            # It gives the index back when nobody refers to it.
             writer.wait_merging_threads()
 
     def iter_held(self, limit: int) -> Iterator[list[str]]:
@@ -160,14 +172,37 @@ class TantivySink:
         hits = searcher.search(query, limit=1, count=False, order_by_field=name).hits
         return int(searcher.doc(hits[0][1])[name][0]) if hits else None
 
+    def _collected(self) -> dict[str, list[tuple[ShardChoice, Version]]]:
+        """Of all origins."""
+        path = self._folder / _COLLECTED
+        found = json.loads(path.read_text()) if path.exists() else {}
+        return {
+            origin: [(ShardChoice(*choice), (epoch, number)) for choice, epoch, number in places]
+            for origin, places in found.items()
+        }
+
+    def _note_collected(self, choice: ShardChoice, version: Version) -> None:
+        found = self._collected()
+        places = dict(found.get(self._origin, ()))
+        places[choice] = max(version, places.get(choice, version))
+        found[self._origin] = list(places.items())
+        text = {
+            origin: [(astuple(one), *up_to) for one, up_to in noted]
+            for origin, noted in found.items()
+        }
+        draft = self._folder / f"{_COLLECTED}.new"
+        draft.write_text(json.dumps(text))
+        draft.replace(self._folder / _COLLECTED)
+
     def _most(self, choice: ShardChoice, limit: int) -> int:
         """How many have to be looked at: which of all shards are chosen is not in the index."""
         return limit if choice.shard is not None else _MANY
 
     def _schema(self, body: pa.Schema) -> Any:
         builder = self._tantivy.SchemaBuilder()
-        builder.add_text_field(_ID, stored=True, tokenizer_name="raw")
-        for name in _OWN[1:]:
+        for name in (_ID, _ORIGIN):
+            builder.add_text_field(name, stored=True, tokenizer_name="raw")
+        for name in _NUMBERS:
             builder.add_integer_field(name, stored=True, indexed=True, fast=True)
         for field in body:
             if field.name in _OWN:
@@ -206,11 +241,19 @@ class TantivySink:
                         f"another process has kept the index in {self._folder} for"
                         f" {_LOCK_SECONDS:.0f} s",
                         hint="stop it, or write to another directory",
+                        sqlstate="55P03",
                     ) from error
             time.sleep(_LOCK_PAUSE_SECONDS)
 
     def _add(self, writer: Any, batch: DocumentBatch) -> None:
         """Under the writer's lock nobody else changes the versions that are looked up here."""
+        for choice, version in self._collected().get(self._origin, ()):
+            if batch.version < version and any(map(choice.has, batch.shards.to_pylist())):
+                raise SinkError(
+                    f"a delivery into {self._folder} is older than what was collected there",
+                    hint="its rows are read again",
+                    sqlstate="40001",
+                )
         known = self._versions(batch.ids.to_pylist())
         for one in iter_documents(batch):
             if known.get(one.id, (-1, -1)) > one.version:
@@ -229,8 +272,9 @@ class TantivySink:
         epoch, number = one.version
         found = self._tantivy.Document()
         found.add_text(_ID, one.id)
+        found.add_text(_ORIGIN, self._origin)
         values = (one.shard, epoch, number, int(one.body is None))
-        for name, value in zip(_OWN[1:], values, strict=True):
+        for name, value in zip(_NUMBERS, values, strict=True):
             found.add_integer(name, value)
         for name, value in _values(one, schema).items():
             if pa.types.is_integer(kind := schema.field(name).type):
@@ -258,11 +302,12 @@ class TantivySink:
         either = self._tantivy.Query.boolean_query(
             [(should, self._range(_EPOCH, epoch)), (should, same)]
         )
+        mine = self._boolean(self._term(_ORIGIN, self._origin), either)
         if choice.shard is None:
-            return either
-        return self._boolean(self._term(_SHARD, choice.shard), either)
+            return mine
+        return self._boolean(self._term(_SHARD, choice.shard), mine)
 
-    def _term(self, name: str, value: int) -> Any:
+    def _term(self, name: str, value: int | str) -> Any:
         return self._tantivy.Query.term_query(self._index.schema, name, value)
 
     def _range(self, name: str, below: int) -> Any:

@@ -7,23 +7,30 @@ backfill continues where its last page ended.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 from types import TracebackType
 
+import psycopg
+
+from millrace import failpoint
 from millrace.errors import MillraceError
 from millrace.postgres.quote import ident
 from millrace.postgres.wire.connect import connect, translated
-from millrace.retry import with_retries
+from millrace.retry import ATTEMPTS, is_transient
 from millrace.tube.delivery.plan import Delivery
 from millrace.tube.delivery.pod import Pod
-from millrace.tube.delivery.tube import TubeTable
+from millrace.tube.delivery.tube import Connection, TubeTable
 
 log = logging.getLogger(__name__)
 
 # How long a backfill that failed is left alone.
 PAUSE_SECONDS = 5.0
+# And one that has to wait for another of the same table.
+TURN_SECONDS = 0.5
+_IN_USE = "55006"
 
 
 class BackfillRunner:
@@ -34,9 +41,12 @@ class BackfillRunner:
         self._seq: int | None = None
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
+        self._session: Connection | None = None
         # (partition, seq) of control pods whose backfill is done.
         self._done: list[tuple[int, int]] = []
         self._not_before = 0.0
+        # Errors in a row that may go away by themselves.
+        self._failed = 0
         # Why the last one that failed did so.
         self.failure: MillraceError | None = None
 
@@ -50,6 +60,11 @@ class BackfillRunner:
         trace: TracebackType | None,
     ) -> None:
         self._stop.set()
+        session = self._session
+        if session is not None:
+            # It may be waiting for a transaction of somebody else.
+            with contextlib.suppress(psycopg.Error):
+                session.cancel_safe()
         if self._thread is not None:
             self._thread.join()
 
@@ -84,16 +99,23 @@ class BackfillRunner:
 
     def _work(self, partition: int, seq: int, table: TubeTable, order_col: str | None) -> None:
         try:
-            with_retries(lambda: self._run(table, order_col))
+            self._run(table, order_col)
             if not self._stop.is_set():
                 self._done.append((partition, seq))
-                self.failure = None
+                self.failure, self._failed = None, 0
         except MillraceError as error:
-            log.error("backfilling %s: %s", table.label, error)
-            self.failure = error
             self._not_before = time.monotonic() + PAUSE_SECONDS
+            if error.facts.get("sqlstate") == _IN_USE:
+                # Perhaps the one that a killed worker was at. What it wrote is delivered first.
+                self._not_before = time.monotonic() + TURN_SECONDS
+            elif is_transient(error) and self._failed < ATTEMPTS:
+                self._failed += 1
+                log.warning("backfilling %s: %s; trying again", table.label, error)
+            elif not self._stop.is_set():
+                log.error("backfilling %s: %s", table.label, error)
+                self.failure = error
         finally:
-            self._seq = None
+            self._session, self._seq = None, None
 
     def _run(self, table: TubeTable, order_col: str | None) -> None:
         limits, here = self._delivery.limits, ident(self._delivery.schema)
@@ -102,6 +124,7 @@ class BackfillRunner:
             connect(self._delivery.source, f"tube {self._delivery.tube} pages") as session,
             translated(f"backfilling {table.label}"),
         ):
+            self._session = session
             row = session.execute(
                 f"SELECT {here}.tube_backfill_begin(%s, %s::regclass, %s)".encode(),
                 (self._delivery.tube, name, order_col),
@@ -109,9 +132,11 @@ class BackfillRunner:
             assert row is not None
             session.execute(f"SELECT {here}.tube_backfill_step2()".encode())
             while not self._stop.is_set():
+                failpoint.hit("tube.before_page")
                 page = session.execute(
                     f"SELECT {here}.tube_backfill_page(%s, %s)".encode(), (row[0], limits.page_rows)
                 ).fetchone()
+                failpoint.hit("tube.after_page")
                 if page == (True,):
                     return
                 self._stop.wait(limits.page_pause_seconds)

@@ -10,6 +10,7 @@ Rows travel as COPY prints them, and are parsed by Arrow: no Python object for e
 from __future__ import annotations
 
 import io
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
@@ -19,7 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import csv
 
-from millrace.errors import ConfigError, FormatError
+from millrace.errors import ConfigError, FormatError, MillraceError
 from millrace.postgres.quote import literal
 from millrace.postgres.sql_text import find_parameters
 from millrace.postgres.wire.connect import translated
@@ -32,6 +33,10 @@ _FLOATS: Final = (700, 701)
 _BOOLEAN: Final = 16
 # Printed by PostgreSQL as JSON values; a numeric may be NaN, which is none.
 _JSON: Final = (114, 3802)
+# As format_type prints char(n).
+_BLANK_PADDED: Final = "bpchar"
+
+log = logging.getLogger(__name__)
 
 
 class Enrichment(Protocol):
@@ -188,8 +193,18 @@ class CallableEnrichment:
                 for at, name in enumerate(self._table.key)
             }
         )
-        found = self._function(asked)
-        return found if isinstance(found, pa.Table) else pa.Table.from_batches([found])
+        try:
+            found = self._function(asked)
+            return found if isinstance(found, pa.Table) else pa.Table.from_batches([found])
+        except MillraceError:
+            raise
+        except Exception as error:
+            # Its words may quote a row.
+            log.warning("the enrichment of %s failed", self._table.label, exc_info=True)
+            raise FormatError(
+                f"the enrichment of {self._table.label} raised {type(error).__name__}",
+                hint="the log has the traceback",
+            ) from error
 
 
 def enrich(
@@ -197,7 +212,7 @@ def enrich(
 ) -> DocumentBatch:
     """The documents of keys, given with their shards."""
     found = source.read(list(shards))
-    ids = _ids(found, source.key)
+    ids = _ids(found, source.key, table.key_types)
     unknown = [one for one in ids if one not in shards]
     if unknown:
         raise FormatError(
@@ -222,8 +237,13 @@ def enrich(
     )
 
 
-def _ids(found: pa.Table, key: tuple[str, ...]) -> list[str]:
-    columns = [pc.cast(found[name], pa.string()).to_pylist() for name in key]
+def _ids(found: pa.Table, key: tuple[str, ...], types: tuple[str, ...]) -> list[str]:
+    texts = [pc.cast(found[name], pa.string()) for name in key]
+    # What was touched is a key cast to text, which removes blanks.
+    columns = [
+        (pc.utf8_rtrim(text, " ") if kind == _BLANK_PADDED else text).to_pylist()
+        for text, kind in zip(texts, types, strict=True)
+    ]
     if len(columns) == 1:
         return list(columns[0])
     return [id_of(values) for values in zip(*columns, strict=True)]

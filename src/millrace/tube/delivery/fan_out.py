@@ -37,7 +37,7 @@ class FanOut:
                     " of the child and the key of the parent"
                 )
             row = self._connection.execute(
-                "SELECT format_type(%s, NULL)", (found[1].type_code,)
+                "SELECT format_type(%s, -1)", (found[1].type_code,)
             ).fetchone()
         assert row is not None
         return str(row[0])

@@ -34,8 +34,13 @@ class Collection:
         self.table = table
         self.pod = pod
         self._start = int(payload.get("start_seq") or 0)
-        shard = None if payload.get("all_shards") else pod.shard
-        self._choice = ShardChoice(shard, partitions, partition)
+        # Documents may be in shards that the table has left, so all of its own are looked at; of a
+        # routed table's, those of this partition, if every partition has such a pod.
+        is_one_of_all = payload.get("all_shards") and payload.get("partitions") == partitions
+        is_part = table.is_routed and is_one_of_all
+        self._choice = ShardChoice(None, *((partitions, partition) if is_part else (1, 0)))
+        # Dead letters stay as old as they are.
+        self._given_up: set[str] = set()
         self._empty_since: float | None = None
         self._looks = 0
         self._told = False
@@ -52,13 +57,18 @@ class Collection:
                 self._told = True
             found: dict[str, int] = {}
         else:
-            found = dict(sink.list_ids(self._choice, (epoch, self._start), limit))
+            listed = sink.list_ids(self._choice, (epoch, self._start), limit + len(self._given_up))
+            found = {id_: shard for id_, shard in listed.items() if id_ not in self._given_up}
         if found:
             self._empty_since, self._looks = None, 0
         else:
             self._looks += 1
             self._empty_since = self._empty_since or time.monotonic()
         return found
+
+    def give_up(self, ids: set[str]) -> None:
+        """Do not look at these again."""
+        self._given_up |= ids
 
     def is_settled(self, seconds: float) -> bool:
         since = self._empty_since

@@ -31,8 +31,11 @@ class Outlet:
     sink: DocumentSink
     fan_out: FanOut | None
 
-    def enrich(self, version: Version, shards: dict[str, int]) -> DocumentBatch:
-        if self.fan_out is not None:
+    def enrich(
+        self, version: Version, shards: dict[str, int], *, are_documents: bool = False
+    ) -> DocumentBatch:
+        """Documents of touched keys, or of these documents."""
+        if self.fan_out is not None and not are_documents:
             shards = self.fan_out.parents(shards)
         return enrich(self.enrichment, self.table, version, shards)
 

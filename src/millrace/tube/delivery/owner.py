@@ -4,6 +4,7 @@ Invariant: a partition is served by at most one session, also while the tube get
 partitions: the locks carry that number, and nobody begins while one with another number is held.
 The lock belongs to the session that reads the pods, so it goes when that ends. A sink is not
 fenced by it: a worker that was frozen and writes late loses by version there.
+Where keys of several partitions could meet, `holds` keeps them apart.
 
 Facts: PostgreSQL documentation, Advisory Locks: two integers name a lock of the database; pg_locks
 shows them as classid and objid with objsubid 2.
@@ -35,7 +36,7 @@ def try_own(connection: Connection, tube: Tube, partition: int) -> str | None:
 
 
 def give_up(connection: Connection) -> None:
-    """All partitions of this session."""
+    """All partitions of this session, and whatever else it holds."""
     with translated("giving partitions up"):
         connection.execute("SELECT pg_advisory_unlock_all()")
 

@@ -6,6 +6,7 @@ before those of backfills, each in the order of their numbers.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import datetime
@@ -15,7 +16,7 @@ import psycopg
 
 from millrace.postgres.quote import ident
 from millrace.postgres.wire.connect import translated
-from millrace.tube.delivery.tube import Connection, Tube
+from millrace.tube.delivery.tube import Connection, Tube, TubeTable
 
 # invalid_parameter_value: other partitions; undefined_object and undefined_table: dropped.
 _CHANGED = ("22023", "42704", "42P01")
@@ -48,10 +49,16 @@ def fetch_pods(
     tube: Tube,
     partition: int,
     limit: int,
+    *,
     without: Collection[int] = (),
+    without_tables: Collection[int] = (),
 ) -> list[Pod]:
-    """The next pods of a partition, but for those of some tables."""
-    where = f"WHERE tbl IS NULL OR tbl NOT IN ({', '.join(map(str, without))})" if without else ""
+    """The next pods of a partition, but for these, and those of these tables."""
+    ours = "true"
+    if without:
+        ours += f" AND seq <> ALL ('{{{','.join(map(str, without))}}}')"
+    if without_tables:
+        ours += f" AND (tbl <> ALL ('{{{','.join(map(str, without_tables))}}}')) IS NOT FALSE"
     with _checked(tube, "reading pods"):
         row = connection.execute(
             f"SELECT {ident(tube.schema)}.tube_fetch_sql(%s, %s, %s)".encode(),
@@ -60,7 +67,7 @@ def fetch_pods(
         assert row is not None
         rows = connection.execute(
             "SELECT seq, op, shard, tbl, coalesce(keys, ids::text[]), payload, ts"
-            f" FROM ({row[0]}) AS pods {where} LIMIT {limit}".encode(),
+            f" FROM ({row[0]}) AS pods WHERE {ours} LIMIT {limit}".encode(),
         ).fetchall()
     return [Pod(seq, op, shard, tbl, tuple(k), p, at) for seq, op, shard, tbl, k, p, at in rows]
 
@@ -74,6 +81,15 @@ def delete_pods(connection: Connection, tube: Tube, partition: int, seqs: Collec
             f"SELECT {ident(tube.schema)}.tube_pods_delete(%s, %s, %s, %s)".encode(),
             (tube.name, tube.partitions, partition, list(seqs)),
         )
+
+
+def forward(connection: Connection, tube: Tube, table: TubeTable, pods: Collection[Pod]) -> None:
+    """Touch what is in these pods again, where the table is now."""
+    put = f"SELECT {ident(tube.schema)}._tube_touch_table(%s, %s, %s, %s, 250)".encode()
+    with _checked(tube, "forwarding pods"), connection.transaction():
+        for pod in pods:
+            payload = None if pod.payload is None else json.dumps(pod.payload)
+            connection.execute(put, (table.id, list(pod.keys), pod.op, payload))
 
 
 class _checked:

@@ -104,7 +104,7 @@ def run_delivery(
     on_progress: Callable[[WorkerCounts], None] = lambda counts: None,
 ) -> WorkerCounts:
     """Until `stop`, or until the tube is empty if that is asked for; what was done."""
-    total, lock, over = WorkerCounts(), threading.Lock(), threading.Event()
+    total, lock = WorkerCounts(), threading.Lock()
     engine = engine.group(f"tube {delivery.schema}.{delivery.tube}")
     engine.start()
 
@@ -113,27 +113,37 @@ def run_delivery(
             total.add(outcome.counts)
             on_progress(total)
 
-    with (
-        watched(delivery, workers),
-        ThreadPoolExecutor(workers, thread_name_prefix="tube") as threads,
-    ):
-        running = [
-            threads.submit(_keep_serving, WorkerTask(delivery, number, workers), engine, over, note)
-            for number in range(workers)
-        ]
+    tasks = [WorkerTask(delivery, number, workers) for number in range(workers)]
+    with watched(delivery, workers):
+        # One worker may have written pods for another that had ended: then all look again.
+        while _serve_all(tasks, engine, stop, note) and workers > 1 and not stop.is_set():
+            log.info("tube %s: one worker wrote pods for others; all look again", delivery.tube)
+    return total
+
+
+def _serve_all(
+    tasks: list[WorkerTask],
+    engine: Engine,
+    stop: threading.Event,
+    note: Callable[[WorkerOutcome], None],
+) -> bool:
+    """Every worker, to its end; whether one has written pods for others."""
+    over = threading.Event()
+    with ThreadPoolExecutor(len(tasks), thread_name_prefix="tube") as threads:
+        running = [threads.submit(_keep_serving, task, engine, over, note) for task in tasks]
         try:
+            # Not without a limit: a signal that another thread was given wakes nobody.
             while wait(running, _LOOK_SECONDS, FIRST_EXCEPTION).not_done:
                 if stop.is_set() or any(one.done() and one.exception() for one in running):
                     break
         finally:
             over.set()
             _end(running, engine)
-        for one in running:
-            one.result()
-    return total
+        spread = [one.result() for one in running]  # raises what one of them met
+    return any(spread)
 
 
-def _end(running: list[Future[None]], engine: Engine) -> None:
+def _end(running: list[Future[bool]], engine: Engine) -> None:
     while wait(running, 0).not_done:
         engine.cancel()
         wait(running, _LOOK_SECONDS)
@@ -144,14 +154,15 @@ def _keep_serving(
     engine: Engine,
     over: threading.Event,
     note: Callable[[WorkerOutcome], None],
-) -> None:
+) -> bool:
+    has_spread = False
     pause = _FIRST_PAUSE_SECONDS
     while not over.is_set():
         try:
             outcome = engine.call(serve, task, f"tube {task.delivery.tube} worker {task.number}")
         except MillraceError as error:
             if over.is_set():
-                return
+                return has_spread
             is_final = task.delivery.until_empty and not is_transient(error)
             if is_final or isinstance(error, _FINAL):
                 raise
@@ -160,6 +171,8 @@ def _keep_serving(
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
             continue
         note(outcome)
+        has_spread |= outcome.has_spread
         pause = _FIRST_PAUSE_SECONDS
         if task.delivery.until_empty and outcome.is_empty:
-            return
+            return has_spread
+    return has_spread

@@ -34,10 +34,17 @@ class TubeTable:
     key_types: tuple[str, ...]
     # Whether rows choose their shard themselves.
     is_routed: bool
+    # Otherwise, all of them are in this one.
+    shard: int
 
     @property
     def label(self) -> str:
         return f"{self.schema}.{self.name}"
+
+    @property
+    def has_ids(self) -> bool:
+        """Whether its keys are those that pg-tube's functions take."""
+        return self.key_types in (("smallint",), ("integer",), ("bigint",))
 
 
 @dataclass(frozen=True)
@@ -56,8 +63,15 @@ class Tube:
 
     def tables_of(self, id_: int | None) -> tuple[TubeTable, ...]:
         """The table of a pod, none if it was detached. What pg-tube's functions wrote names no
-        table, and may be about any."""
-        return self.tables if id_ is None else tuple(t for t in self.tables if t.id == id_)
+        table, and may be about any that has such ids."""
+        if id_ is None:
+            return tuple(table for table in self.tables if table.has_ids)
+        return tuple(table for table in self.tables if table.id == id_)
+
+    def is_at_home(self, table: TubeTable, partition: int) -> bool:
+        """Whether a table is delivered by whoever serves this partition. One with a shard of its
+        own has one; pods of it in others are of another time, or were put there by hand."""
+        return table.is_routed or table.shard % self.partitions == partition
 
 
 @contextmanager
@@ -125,7 +139,7 @@ def read_tube(connection: Connection, schema: str, name: str) -> Tube:
             " them",
         )
     tables = connection.execute(
-        "SELECT t.id, n.nspname, c.relname, t.key, t.key_types, t.routing IS NOT NULL"
+        "SELECT t.id, n.nspname, c.relname, t.key, t.key_types, t.routing IS NOT NULL, t.shard"
         f" FROM {here}._tube_tables t JOIN pg_class c ON c.oid = t.tbl"
         " JOIN pg_namespace n ON n.oid = c.relnamespace WHERE t.tube = %s ORDER BY t.id".encode(),
         (row[0],),
@@ -135,8 +149,8 @@ def read_tube(connection: Connection, schema: str, name: str) -> Tube:
         name,
         row[1],
         tuple(
-            TubeTable(id_, in_schema, table, tuple(key), tuple(types), is_routed)
-            for id_, in_schema, table, key, types, is_routed in tables
+            TubeTable(id_, in_schema, table, tuple(key), tuple(types), is_routed, shard)
+            for id_, in_schema, table, key, types, is_routed, shard in tables
         ),
     )
 

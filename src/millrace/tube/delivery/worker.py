@@ -1,18 +1,20 @@
 """A worker: serves partitions of a tube, one batch after the other.
 
 Invariant: of a partition nothing is in flight twice, because one session owns it and does one thing
-at a time: incremental pods, then a page of garbage, then backfill pods. A pod is deleted after all
+at a time: incremental pods, then a page of garbage or backfill pods. A pod is deleted after all
 its keys were acknowledged by the sink, or are dead letters.
 
 Keys of a routed table may be in two partitions at once, when an update moves a row: each is locked
-on the source while it is in flight, and left for the next look if another worker has it.
+on the source while it is in flight, and left for the next look if another worker has it. Pods of
+any other table are forwarded to the partition of its shard, if they are elsewhere.
+
+Nothing reaches a sink that the source could still lose: neither a row nor the number of a version.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -25,10 +27,11 @@ from millrace.tube.delivery.backfill import BackfillRunner
 from millrace.tube.delivery.dead import bury, forget, tables_with_dead
 from millrace.tube.delivery.epoch import draw_version, settle_epoch
 from millrace.tube.delivery.garbage import Collection, is_collection
+from millrace.tube.delivery.holds import Holds
 from millrace.tube.delivery.outlet import Outlet, open_outlet
 from millrace.tube.delivery.owner import give_up, try_own
 from millrace.tube.delivery.plan import Delivery
-from millrace.tube.delivery.pod import Pod, TubeChanged, delete_pods, fetch_pods
+from millrace.tube.delivery.pod import Pod, TubeChanged, delete_pods, fetch_pods, forward
 from millrace.tube.delivery.report import LeaseReporter, WorkerCounts
 from millrace.tube.delivery.tube import Tube, TubeTable, open_reader, read_tube
 
@@ -44,6 +47,9 @@ MANY_PODS = 20_000
 # How long a table is left alone whose sink is away.
 FIRST_REST_SECONDS = 0.5
 MOST_REST_SECONDS = 30.0
+# Errors that are not about an id, by the class of their SQLSTATE: what is written to, or read, is
+# not there or not allowed, or the server has no room.
+ABOUT_TABLES = ("28", "3D", "3F", "42", "53", "57")
 # Two looks that find nothing: what was written before the first is delivered.
 EMPTY_LOOKS = 2
 
@@ -66,6 +72,8 @@ class WorkerOutcome:
     counts: WorkerCounts
     # Nothing was left in its partitions.
     is_empty: bool
+    # It may have written pods for others.
+    has_spread: bool = False
 
 
 def serve(task: WorkerTask, attempt: int) -> WorkerOutcome:
@@ -105,6 +113,10 @@ class Worker:
         self._pod_limit = FEW_PODS
         # Tables with dead letters, by id.
         self._with_dead: set[int] = set()
+        # Keys of the present batch that became dead letters.
+        self._buried: set[str] = set()
+        self._has_spread = False
+        self._looked = 0.0
 
     def run(self) -> WorkerOutcome:
         delivery = self._delivery
@@ -112,7 +124,7 @@ class Worker:
             open_reader(delivery.source, delivery.tube) as reader,
             BackfillRunner(delivery) as backfills,
         ):
-            self._reader, self._backfills = reader, backfills
+            self._reader, self._backfills, self._holds = reader, backfills, Holds(reader)
             settle_epoch(reader, delivery.schema)
             try:
                 return self._serve(time.monotonic() + self._task.lease_seconds)
@@ -122,12 +134,12 @@ class Worker:
 
     def _serve(self, until: float) -> WorkerOutcome:
         pause, empty = self._limits.least_pause_seconds, 0
-        tube, looked = self._read_tube(), time.monotonic()
+        tube = self._read_tube()
         owned: set[int] = set()
         while time.monotonic() < until and not self._should_stop():
             try:
-                if time.monotonic() - looked > LOOK_SECONDS:
-                    tube, looked = self._refresh(tube), time.monotonic()
+                if time.monotonic() - self._looked > LOOK_SECONDS:
+                    tube = self._refresh(tube)
                 is_busy = self._own(tube, owned)
                 for partition in sorted(owned):
                     is_busy |= self._step(tube, partition)
@@ -136,6 +148,7 @@ class Worker:
             except TubeChanged:
                 give_up(self._reader)
                 owned.clear()
+                self._holds.forget()
                 self._collections.clear()
                 tube, is_busy = self._read_tube(), True
             if is_busy:
@@ -143,10 +156,10 @@ class Worker:
                 continue
             empty += 1
             if self._delivery.until_empty and empty >= EMPTY_LOOKS and self._is_quiet():
-                return WorkerOutcome(self.counts, True)
+                return WorkerOutcome(self.counts, True, self._has_spread)
             time.sleep(pause)
             pause = min(2 * pause, self._limits.most_pause_seconds)
-        return WorkerOutcome(self.counts, False)
+        return WorkerOutcome(self.counts, False, self._has_spread)
 
     def _is_quiet(self) -> bool:
         if self._backfills.failure is not None:
@@ -160,6 +173,7 @@ class Worker:
         with translated("reading the tube"):
             tube = read_tube(self._reader, self._delivery.schema, self._delivery.tube)
             self._with_dead = tables_with_dead(self._reader, tube)
+        self._looked = time.monotonic()
         return tube
 
     def _refresh(self, tube: Tube) -> Tube:
@@ -167,13 +181,14 @@ class Worker:
         found = self._read_tube()
         if found.partitions != tube.partitions:
             raise TubeChanged(tube.name)
-        changed = set(tube.tables) - set(found.tables)
-        for table in changed:
+        for table in set(tube.tables) - set(found.tables):
             self._close_outlet(table.id)
             self._resting.pop(table.id, None)
-        for place, collection in list(self._collections.items()):
-            if collection.table in changed:
-                del self._collections[place]  # its pod is still there
+            self._holds.let_go_table(tube, table)
+            # Begun again from their pods, with the table as it is now.
+            self._collections = {
+                at: one for at, one in self._collections.items() if one.table != table
+            }
         return found
 
     def _own(self, tube: Tube, owned: set[int]) -> bool:
@@ -195,29 +210,41 @@ class Worker:
         return is_waiting
 
     def _step(self, tube: Tube, partition: int) -> bool:
-        """One batch, control pod or page of garbage; whether there was something to do."""
+        """What was touched last, then a page of garbage or of a backfill: where something is
+        always written, that would never have its turn otherwise. Whether there was anything."""
         waiting = self._fetch(tube, partition)
         if {pod.table_id for pod in waiting} - {table.id for table in tube.tables} - {None}:
             # Of a table that was attached, or detached, since the tube was read.
             tube = self._refresh(tube)
             waiting = [pod for pod in waiting if not self._is_resting(tube, pod)]
         ahead = [pod for pod in waiting if pod.op != "B"]
-        if not ahead and self._collect(tube, partition):
+        batch = _cut(ahead)
+        if batch:
+            self._do(tube, partition, batch)
+        if len(batch) < len(ahead) or self._collect(tube, partition):
             return True
-        batch = _cut(ahead or waiting)
-        if not batch:
-            return False
+        behind = _cut(waiting[len(ahead) :])
+        if behind:
+            self._do(tube, partition, behind)
+        return bool(batch or behind)
+
+    def _do(self, tube: Tube, partition: int, batch: list[Pod]) -> None:
         if batch[0].is_control:
-            return self._control(tube, partition, batch[0])
-        self._deliver(tube, partition, batch)
-        return True
+            self._control(tube, partition, batch[0])
+        else:
+            self._deliver(tube, partition, batch)
 
     def _fetch(self, tube: Tube, partition: int) -> list[Pod]:
         """The next pods that nobody is at work on, and whose sink is there."""
         now = time.monotonic()
-        # However many they are: those of other tables are behind them.
-        resting = [id_ for id_, one in self._resting.items() if now < one.until]
-        pods = fetch_pods(self._reader, tube, partition, self._pod_limit, resting)
+        pods = fetch_pods(
+            self._reader,
+            tube,
+            partition,
+            self._pod_limit,
+            without=[seq for at, seq in self._collections if at == partition],
+            without_tables=[id_ for id_, rest in self._resting.items() if now < rest.until],
+        )
         if pods:
             # As many as fill a batch, if the next ones are as large.
             average = max(1, sum(len(pod.keys) for pod in pods) // len(pods))
@@ -225,8 +252,7 @@ class Worker:
         return [
             pod
             for pod in pods
-            if (partition, pod.seq) not in self._collections
-            and not self._backfills.has(pod.seq)
+            if not self._backfills.has(pod.seq)
             and not (self._backfills.is_busy and _is_backfill(pod))
             and not self._is_resting(tube, pod)
         ]
@@ -236,6 +262,10 @@ class Worker:
         taken, shards = _take(tube, pods, self._limits.batch_ids)
         held: set[tuple[int, str]] = set()
         for table, keys in shards.items():
+            if not tube.is_at_home(table, partition):
+                mine = [pod for pod in taken if table in tube.tables_of(pod.table_id)]
+                self._forward(tube, table, mine)
+                continue
             try:
                 held |= {(table.id, key) for key in self._deliver_table(tube, table, keys)}
             except _Rest:
@@ -255,51 +285,70 @@ class Worker:
         if not done:
             time.sleep(self._limits.least_pause_seconds)
 
-    def _deliver_table(self, tube: Tube, table: TubeTable, shards: dict[str, int]) -> set[str]:
-        """Deliver keys; those that another worker has in flight are returned."""
-        if not (table.is_routed and tube.partitions > 1):
-            self._write(tube, table, shards)
+    def _forward(self, tube: Tube, table: TubeTable, pods: list[Pod]) -> None:
+        """The table has another shard now, if this worker knows the newest one."""
+        forward(self._reader, tube, table, pods)
+        failpoint.hit("tube.after_forward")
+        self._has_spread = True
+        self._looked = 0.0
+
+    def _deliver_table(
+        self, tube: Tube, table: TubeTable, shards: dict[str, int], *, are_documents: bool = False
+    ) -> set[str]:
+        """Deliver keys, or documents again; those that another worker has in flight are
+        returned."""
+        self._buried = set()
+        if tube.partitions == 1:
+            self._write(tube, table, shards, are_documents)
+            return set()
+        if not self._holds.take_table(tube, table):
+            return set(shards)
+        sink = self._fanned_out_to(tube, table)
+        if sink is None:
+            return self._deliver_free(tube, table, shards, are_documents)
+        if not self._holds.take(tube, sink):
+            return set(shards)
+        try:
+            return self._deliver_free(tube, table, shards, are_documents)
+        finally:
+            self._holds.let_go(tube, sink)
+
+    def _fanned_out_to(self, tube: Tube, table: TubeTable) -> str | None:
+        """The table's sink, if there are documents in it that touches of several rows lead to."""
+        plans = [self._delivery.require_table(one.label) for one in tube.tables]
+        sink = self._delivery.require_table(table.label).sink
+        return sink if any(one.fan_out and one.sink == sink for one in plans) else None
+
+    def _deliver_free(
+        self, tube: Tube, table: TubeTable, shards: dict[str, int], are_documents: bool
+    ) -> set[str]:
+        if not table.is_routed:
+            self._write(tube, table, shards, are_documents)
             return set()
         held: set[str] = set()
         keys = sorted(shards)
         for start in range(0, len(keys), ROUTED_IDS):
             piece = keys[start : start + ROUTED_IDS]
-            locked = self._lock(table, piece)
+            locked = self._holds.lock_keys(table, piece)
             try:
                 free = {key: shards[key] for key in piece if key in locked}
                 if free:
-                    self._write(tube, table, free)
+                    self._write(tube, table, free, are_documents)
             finally:
-                self._unlock(table, locked)
+                self._holds.unlock_keys(table, locked)
             held |= set(piece) - set(locked)
         return held
 
-    def _lock(self, table: TubeTable, keys: list[str]) -> dict[str, int]:
-        numbers = {key: zlib.crc32(key.encode()) - (1 << 31) for key in keys}
-        with translated("locking keys"):
-            rows = self._reader.execute(
-                "SELECT n FROM unnest(%s::int[]) n WHERE pg_try_advisory_lock(%s, n)",
-                (sorted(set(numbers.values())), -table.id),
-            ).fetchall()
-        got = {row[0] for row in rows}
-        return {key: number for key, number in numbers.items() if number in got}
-
-    def _unlock(self, table: TubeTable, locked: dict[str, int]) -> None:
-        if not locked or self._reader.closed:
-            return
-        with translated("unlocking keys"):
-            self._reader.execute(
-                "SELECT count(pg_advisory_unlock(%s, n)) FROM unnest(%s::int[]) n",
-                (-table.id, sorted(set(locked.values()))),
-            )
-
-    def _write(self, tube: Tube, table: TubeTable, shards: dict[str, int]) -> None:
+    def _write(
+        self, tube: Tube, table: TubeTable, shards: dict[str, int], are_documents: bool
+    ) -> None:
         """All of them; what keeps failing is halved until an id fails alone."""
         work = [shards]
         while work:
             part = work.pop()
             try:
-                self._try(tube, table, part, attempts=1 if len(part) > 1 else self._limits.tries)
+                attempts = 1 if len(part) > 1 else self._limits.tries
+                self._try(tube, table, part, are_documents, attempts=attempts)
             except MillraceError as error:
                 if isinstance(error, ConfigError) or is_transient(error):
                     raise
@@ -312,19 +361,31 @@ class Worker:
                 log.error("tube %s: %s %s is given up: %s", tube.name, table.label, key, error)
                 bury(self._reader, tube, table, shard, key, self._limits.tries, str(error))
                 self._with_dead.add(table.id)
+                self._buried.add(key)
                 self.counts.dead += 1
 
-    def _try(self, tube: Tube, table: TubeTable, shards: dict[str, int], *, attempts: int) -> None:
+    def _try(
+        self,
+        tube: Tube,
+        table: TubeTable,
+        shards: dict[str, int],
+        are_documents: bool,
+        *,
+        attempts: int,
+    ) -> None:
         pauses = iter_pauses(attempts)
         while True:
+            is_open = False
             try:
-                return self._write_once(tube, table, shards)
+                outlet = self._outlet(tube, table)
+                is_open = True
+                return self._write_once(tube, table, outlet, shards, are_documents)
             except MillraceError as error:
                 self.counts.errors += 1
                 self._close_outlet(table.id)
-                if self._reader.closed:
+                if self._reader.closed or isinstance(error, ConfigError):
                     raise
-                if is_transient(error):
+                if not is_open or _is_about_table(error):
                     raise self._rest(tube, table, error) from error
                 pause = next(pauses, None)
                 if pause is None:
@@ -333,11 +394,21 @@ class Worker:
                 log.warning("tube %s: %s; trying again in %.1f s", tube.name, error, pause)
             time.sleep(pause)
 
-    def _write_once(self, tube: Tube, table: TubeTable, shards: dict[str, int]) -> None:
-        outlet = self._outlet(tube, table)
-        batch = outlet.enrich(self._draw_version(tube), shards)
+    def _write_once(
+        self,
+        tube: Tube,
+        table: TubeTable,
+        outlet: Outlet,
+        shards: dict[str, int],
+        are_documents: bool,
+    ) -> None:
+        version = self._draw_version(tube)
+        failpoint.hit("tube.after_draw")
+        batch = outlet.enrich(version, shards, are_documents=are_documents)
+        self._flush_source()
         failpoint.hit("tube.before_write")
         outlet.sink.write_documents(batch)
+        failpoint.hit("tube.before_commit")
         outlet.sink.commit(0)
         failpoint.hit("tube.after_commit")
         self._resting.pop(table.id, None)
@@ -361,6 +432,13 @@ class Worker:
             for table in tube.tables_of(pod.table_id)
             if table.id in self._resting
         )
+
+    def _flush_source(self) -> None:
+        """What was read may come from commits that are not on disk yet (`synchronous_commit` is
+        off), and so may the number of the version. A commit of ours takes the WAL before it to
+        disk; it has to have written something."""
+        with translated("waiting for the source's disk"):
+            self._reader.execute("SELECT pg_logical_emit_message(true, 'millrace tube', '')")
 
     def _draw_version(self, tube: Tube) -> Version:
         return draw_version(self._reader, tube.schema)
@@ -387,17 +465,21 @@ class Worker:
         if outlet is not None:
             outlet.close()
 
-    def _control(self, tube: Tube, partition: int, pod: Pod) -> bool:
+    def _control(self, tube: Tube, partition: int, pod: Pod) -> None:
         payload = pod.payload or {}
         tables, kind = tube.tables_of(pod.table_id), payload.get("type")
         # A tube of pg-tube's has one table in a shard; of several, the pod does not say which.
         table = tables[0] if len(tables) == 1 else None
         if table is None and tables and (is_collection(kind) or _is_backfill(pod)):
             log.error("tube %s: a %s pod names no table: backfill its tables", tube.name, kind)
+        if table is not None and not tube.is_at_home(table, partition):
+            self._forward(tube, table, [pod])
+            delete_pods(self._reader, tube, partition, [pod.seq])
+            return
         if table is not None and is_collection(kind):
             found = Collection(table, pod, tube.partitions, partition)
             self._collections[partition, pod.seq] = found
-            return True
+            return
         if table is not None and _is_backfill(pod):
             if kind == "lost":
                 log.error(
@@ -406,10 +488,10 @@ class Worker:
                     table.label,
                     payload.get("error"),
                 )
+            self._has_spread = True
             self._backfills.begin(partition, pod, table, payload.get("order_col"))
-            return True
+            return
         delete_pods(self._reader, tube, partition, [pod.seq])
-        return True
 
     def _collect(self, tube: Tube, partition: int) -> bool:
         """A page of garbage, or the end of a backfill; whether there was one."""
@@ -423,7 +505,7 @@ class Worker:
                 continue
             except MillraceError as error:
                 self._close_outlet(collection.table.id)
-                if self._reader.closed or not is_transient(error):
+                if self._reader.closed or isinstance(error, ConfigError):
                     raise
                 self._rest(tube, collection.table, error)
         done = self._backfills.take_done(partition)
@@ -433,18 +515,28 @@ class Worker:
     def _collect_page(self, tube: Tube, partition: int, seq: int, collection: Collection) -> bool:
         outlet = self._outlet(tube, collection.table)
         epoch = self._draw_version(tube)[0]
+        failpoint.hit("tube.before_list")
         found = collection.page(outlet.sink, epoch, self._limits.batch_ids)
+        self._resting.pop(collection.table.id, None)
         if found:
-            self._deliver_table(tube, collection.table, found)
-            self.counts.collected += len(found)
-            return True
+            held = self._deliver_table(tube, collection.table, found, are_documents=True)
+            collection.give_up(self._buried)
+            self.counts.collected += len(found) - len(held)
+            return len(held) < len(found)
         settle = 0.0 if self._delivery.until_empty else self._limits.settle_seconds
         if not collection.is_settled(settle):
             return False
+        failpoint.hit("tube.before_forget")
         collection.finish(outlet.sink, epoch)
+        failpoint.hit("tube.after_forget")
         delete_pods(self._reader, tube, partition, [seq])
         del self._collections[partition, seq]
         return True
+
+
+def _is_about_table(error: MillraceError) -> bool:
+    """Whether the other ids of the table would fail, too."""
+    return is_transient(error) or str(error.facts.get("sqlstate"))[:2] in ABOUT_TABLES
 
 
 def _is_backfill(pod: Pod) -> bool:

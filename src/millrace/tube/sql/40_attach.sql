@@ -212,14 +212,19 @@ DECLARE
     put text := format('SELECT %I._tube_%s_put($1, ''{}'', NULL, $2, $3, $4, 1)',
                        current_schema(), t.tube);
     n integer;
+    total integer;
 BEGIN
     IF t.routing IS NULL THEN
         EXECUTE put USING t.shard, op, payload, t.id;
         RETURN;
     END IF;
-    FOR n IN SELECT generate_series(0, u.partitions - 1) FROM _tube_tubes u WHERE u.id = t.tube
-    LOOP
-        EXECUTE put USING n, op, payload || '{"all_shards": true}', t.id;
+    -- A repartition has to end first, and then its number is read. Under REPEATABLE READ it may be an
+    -- old one all the same: each pod says it, and whoever finds another one looks everywhere.
+    EXECUTE (SELECT format('LOCK TABLE ONLY %s IN ROW EXCLUSIVE MODE', _tube_qualified(s.rel))
+               FROM _tube_slots s WHERE s.tube = t.tube AND s.slot = 0);
+    SELECT u.partitions INTO total FROM _tube_tubes u WHERE u.id = t.tube;
+    FOR n IN 0 .. total - 1 LOOP
+        EXECUTE put USING n, op, payload || jsonb_build_object('all_shards', true, 'partitions', total), t.id;
     END LOOP;
 END $$;
 
@@ -336,7 +341,8 @@ BEGIN
         t.shard := coalesce(tube_table_attach.shard, 0);
         PERFORM _tube_check_expression(t.tbl, format(E'((%s\n)::integer) IS NOT NULL', t.routing), 'routing');
     END IF;
-    SELECT array_agg(coalesce(b.oid, y.oid)::regtype::text ORDER BY k.n) INTO t.key_types
+    -- regtype prints char(n) as "character", which is char(1) to a cast; format_type says bpchar.
+    SELECT array_agg(format_type(coalesce(b.oid, y.oid), -1) ORDER BY k.n) INTO t.key_types
       FROM unnest(t.key) WITH ORDINALITY k (name, n)
       JOIN pg_attribute a ON a.attrelid = t.tbl AND a.attname = k.name
       JOIN pg_type y ON y.oid = a.atttypid LEFT JOIN pg_type b ON b.oid = nullif(y.typbasetype, 0);

@@ -36,7 +36,7 @@ BEGIN
     u.partitions := tube_ensure_exists.partitions;
     UPDATE _tube_tubes x SET partitions = u.partitions, predicate = wanted WHERE x.id = u.id;
     IF u.partitions <> before THEN
-        EXECUTE format('LOCK TABLE %s IN ACCESS EXCLUSIVE MODE', _tube_qualified(u.rel));
+        PERFORM _tube_lock(u.rel);
         PERFORM _tube_ensure_index(u, s.rel) FROM _tube_slots s WHERE s.tube = u.id;
         PERFORM _tube_ensure_index(u, u.rel);
         PERFORM _tube_spread_control(u);
@@ -44,6 +44,28 @@ BEGIN
     IF u.predicate <> wanted THEN
         PERFORM _tube_generate_trigger(x) FROM _tube_tables x WHERE x.tube = u.id;
     END IF;
+END $$;
+
+-- Locks a tube with all its slots, between its writers. They queue behind a lock that is waited for,
+-- and one that has written already would make it a deadlock: so it is tried for a moment, given up
+-- and tried again.
+CREATE FUNCTION _tube_lock(rel regclass, timeout interval = '60 seconds') RETURNS void
+LANGUAGE plpgsql SET lock_timeout = '100ms' AS $$
+DECLARE
+    began timestamptz := clock_timestamp();
+BEGIN
+    LOOP
+        BEGIN
+            EXECUTE format('LOCK TABLE %s IN ACCESS EXCLUSIVE MODE', _tube_qualified(rel));
+            RETURN;
+        EXCEPTION WHEN lock_not_available THEN
+            IF clock_timestamp() - began >= timeout THEN
+                RAISE EXCEPTION 'The tube % is written to by a transaction that has not ended within %', rel, timeout
+                    USING ERRCODE = 'lock_not_available', HINT = 'End it, or try again later.';
+            END IF;
+        END;
+        PERFORM pg_sleep(0.1 + random() * 0.2);
+    END LOOP;
 END $$;
 
 CREATE FUNCTION _tube_create(tube text, partitions integer, predicate text) RETURNS _tube_tubes

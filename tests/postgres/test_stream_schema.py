@@ -8,14 +8,14 @@ import pytest
 from tests.fixtures.sql import execute, rows
 from tests.fixtures.wait import wait_for
 
-from millrace.apply import table_state
+from millrace.apply import position, table_state
 from millrace.apply.position import read_position
 from millrace.config.dsn import Dsn
 from millrace.errors import PreflightError
 from millrace.filter.rules import parse_filters
 from millrace.follow.setup import require_place
 from millrace.follow.slot import cleanup
-from millrace.postgres.own_schema import STREAM_TABLES
+from millrace.postgres.own_schema import STREAM_POSITION, STREAM_TABLES, install_table
 from millrace.postgres.run_record import RunRecord, drop_records, open_run, read_runs
 from millrace.postgres.stream_record import (
     Follower,
@@ -116,6 +116,20 @@ def test_our_own_schemas_go_with_the_last_stream_unless_something_is_in_them(
                 execute(target_db, *(f"DROP TABLE {one}.guest" for one in SCHEMAS))
     for schema in SCHEMAS:
         assert rows(target_db, f"SELECT to_regnamespace('{schema}')::text") == [(None,)]
+
+
+def test_cleanup_of_the_last_stream_leaves_nothing_on_the_target(
+    source_db: str, target_db: str
+) -> None:
+    with connect(Dsn.parse(target_db), "test") as there, connect(Dsn.parse(source_db), "t") as here:
+        for slot in ("mine", "other"):
+            write_follower(there, Follower("source", slot, "", "host", "directory"))
+        table_state.install(there)
+        install_table(there, STREAM_POSITION, position.DEFINITION)
+        cleanup(here, there, "mine", "source")
+        assert len(tables(target_db)) == 3  # the other stream may be about to write to them
+        cleanup(here, there, "other", "source")
+    assert rows(target_db, "SELECT to_regnamespace('millrace')::text") == [(None,)]
 
 
 def test_a_run_and_a_stream_share_the_schema_and_each_takes_away_its_own(target_db: str) -> None:

@@ -142,11 +142,12 @@ def setup_position(connection: Connection, name: str, start_lsn: int) -> str:
         except psycopg.Error as error:
             if error.sqlstate not in _NOT_ALLOWED:
                 raise
-        install_table(connection, STREAM_POSITION, DEFINITION)
-        connection.execute(
-            f"INSERT INTO {TABLE} (stream, lsn) VALUES (%s, %s) ON CONFLICT DO NOTHING",
-            (name, render_lsn(start_lsn)),
-        )
+        with connection.transaction():
+            install_table(connection, STREAM_POSITION, DEFINITION)
+            connection.execute(
+                f"INSERT INTO {TABLE} (stream, lsn) VALUES (%s, %s) ON CONFLICT DO NOTHING",
+                (name, render_lsn(start_lsn)),
+            )
         return "table"
 
 

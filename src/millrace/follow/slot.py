@@ -29,6 +29,7 @@ from millrace.follow.standby_advice import read_standby_advice
 from millrace.lsn import render_lsn
 from millrace.name import IDENTITY, Naming
 from millrace.postgres.origin import stream_prefix
+from millrace.postgres.own_schema import drop_unused
 from millrace.postgres.stream_record import remove_follower
 from millrace.postgres.wire.connect import connect, translated
 from millrace.postgres.wire.slot import SlotState, _read, read_slot, require_slot, require_unlocked
@@ -219,4 +220,6 @@ def cleanup(
                 removed.append(f"spool of {stream} on the target")
             elif drop_position(target, name):
                 removed.append(f"position {name} on the target")
+        with translated("removing our schema from the target"):
+            drop_unused(target)
     return removed

@@ -117,6 +117,25 @@ def drop_schemas(connection: Connection) -> None:
                 connection.execute(f"DROP SCHEMA {schema}")
 
 
+def drop_unused(connection: Connection) -> None:
+    """With the last stream, the tables that streams share, if they are empty, and our schemas.
+
+    While there is another stream it may be about to write to any of them.
+    """
+    with suppress(psycopg.errors.InsufficientPrivilege), connection.transaction():
+        connection.execute(LOCK)
+        if has_table(connection, STREAM_COPY):
+            return
+        for table in (STREAM_POSITION, STREAM_TABLE):
+            if has_table(connection, table) and not _has_rows(connection, table):
+                connection.execute(f"DROP TABLE {table.label}")
+    drop_schemas(connection)
+
+
+def _has_rows(connection: Connection, table: StreamTable) -> bool:
+    return connection.execute(f"SELECT FROM {table.label} LIMIT 1").fetchone() is not None
+
+
 def install_table(connection: Connection, table: StreamTable, definition: str) -> None:
     """Create a stream's table, unless it exists."""
     with connection.transaction():

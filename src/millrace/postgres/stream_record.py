@@ -15,6 +15,7 @@ from typing import Any
 import psycopg
 
 from millrace.postgres.own_schema import (
+    LOCK,
     STREAM_COPY,
     check_stream_formats,
     drop_schemas,
@@ -92,11 +93,14 @@ def remove_follower(connection: Connection, source: str, slot: str) -> bool:
     """Whether it was there; the table goes with its last row."""
     if not any((one.source, one.slot) == (source, slot) for one in read_followers(connection)):
         return False
-    with translated("removing the stream from the target"), connection.transaction():
-        connection.execute(f"DELETE FROM {TABLE} WHERE (source, slot) = (%s, %s)", (source, slot))
-        row = connection.execute(f"SELECT FROM {TABLE} LIMIT 1").fetchone()
+    with translated("removing the stream from the target"):
+        with connection.transaction():
+            connection.execute(LOCK)  # else another stream's row could go with the table
+            key = (source, slot)
+            connection.execute(f"DELETE FROM {TABLE} WHERE (source, slot) = (%s, %s)", key)
+            row = connection.execute(f"SELECT FROM {TABLE} LIMIT 1").fetchone()
+            if row is None:
+                connection.execute(f"DROP TABLE {TABLE}")
         if row is None:
-            connection.execute(f"DROP TABLE {TABLE}")
-    if row is None:
-        drop_schemas(connection)
+            drop_schemas(connection)
     return True

@@ -23,7 +23,7 @@ from millrace.config.dsn import Dsn
 from millrace.errors import ConfigError, SinkError
 from millrace.postgres.quote import columns as column_list
 from millrace.postgres.quote import ident, literal
-from millrace.postgres.wire.libpq import copy_in, execute, open_session
+from millrace.postgres.wire.libpq import command_rows, copy_in, execute, open_session
 from millrace.sink.document import DocumentBatch, DocumentOrigin, Version
 from millrace.sink.protocol import Capabilities, ShardChoice
 
@@ -37,7 +37,7 @@ CREATE TABLE IF NOT EXISTS {SCHEMA}.sink (
 );
 CREATE TABLE IF NOT EXISTS {SCHEMA}.version (
     sink int NOT NULL,
-    id text NOT NULL,
+    id text COLLATE "C" NOT NULL,
     shard int NOT NULL,
     epoch bigint NOT NULL,
     number bigint NOT NULL,
@@ -48,6 +48,10 @@ CREATE TABLE IF NOT EXISTS {SCHEMA}.version (
 # Columns of a stage table besides the document's.
 _OWN: Final = ("_id", "_shard", "_deleted")
 _FORMAT: Final = "FORMAT csv, NULL ''"
+# Documents that are looked at to tell whether a batch is of known ones.
+_FEW: Final = 64
+# The planner knows nothing about the stage, and might read a large table to find a few rows of it.
+_NESTED: Final = "SET LOCAL enable_hashjoin = off; SET LOCAL enable_mergejoin = off; "
 
 
 def open_sink(address: str) -> PostgresTableSink:
@@ -95,7 +99,7 @@ class PostgresTableSink:
         execute(
             self._session,
             "CREATE TEMP TABLE stage ON COMMIT DELETE ROWS AS"
-            f" SELECT ''::text AS _id, 0 AS _shard, false AS _deleted, {selected}"
+            f" SELECT ''::text COLLATE \"C\" AS _id, 0 AS _shard, false AS _deleted, {selected}"
             f" FROM {name} t LIMIT 0",
         )
 
@@ -105,7 +109,9 @@ class PostgresTableSink:
         arrays = [batch.ids, batch.shards, batch.is_deleted, *batch.body.columns]
         rows = pa.RecordBatch.from_arrays(arrays, names=[*_OWN, *self._names])
         copy_in(self._session, f"COPY stage FROM STDIN ({_FORMAT})", _csv(rows))
-        execute(self._session, self._upsert(batch.version), "writing documents")
+        is_known = self._take_versions(batch.version, len(batch))
+        deleted = batch.is_deleted.true_count
+        self._take_documents(len(batch) - deleted, deleted, is_known=is_known)
 
     def commit(self, position: int) -> None:
         if self._is_open:
@@ -191,30 +197,86 @@ class PostgresTableSink:
         result = execute(self._session, query)[-1]
         return (result.get_value(0, 0) or b"").decode() if result.ntuples else ""
 
-    def _upsert(self, version: Version) -> str:
-        """What takes the stage over."""
-        epoch, number = version
-        table, names, key = self._name, self._names, self._key
-        changes = ", ".join(
-            f"{ident(one)} = excluded.{ident(one)}" for one in names if one not in key
+    def _take_versions(self, version: Version, count: int) -> bool:
+        """Give the documents of the stage this version, and take those out of it that have a newer
+        one; whether most of them were known before. A version that was written or found newer is
+        locked until the end, so nobody else writes its document."""
+        is_known = count > _FEW and self._are_known()
+        if is_known:
+            fresh = self._run(
+                _NESTED + f"UPDATE {SCHEMA}.version v SET shard = s._shard, epoch = {version[0]},"
+                f" number = {version[1]}, deleted = s._deleted FROM stage s WHERE {self._same_id}"
+                f" AND (v.epoch, v.number) <= {version}"
+            )
+            if fresh < count:
+                fresh += self._run(
+                    self._insert_versions(
+                        version,
+                        f"WHERE NOT EXISTS (SELECT FROM {SCHEMA}.version v WHERE {self._same_id})",
+                    )
+                )
+        else:
+            fresh = self._run(self._insert_versions(version, ""))
+        if fresh < count:
+            if is_known:  # a version that was just forgotten counts as new
+                self._run(self._insert_versions(version, ""))
+            self._run(
+                f"DELETE FROM stage s USING {SCHEMA}.version v WHERE {self._same_id}"
+                f" AND (v.epoch, v.number) > {version}"
+            )
+        return is_known
+
+    def _are_known(self) -> bool:
+        """Whether a sample of the stage has versions: then updating is half the work of inserting
+        and meeting a conflict."""
+        found = self._scalar(
+            f"SELECT count(*) FROM (SELECT _id FROM stage LIMIT {_FEW}) s"
+            f" WHERE EXISTS (SELECT FROM {SCHEMA}.version v WHERE {self._same_id})"
         )
-        action = f"UPDATE SET {changes}" if changes else "NOTHING"
-        same = " AND ".join(f"t.{ident(one)} = s.{ident(one)}" for one in key)
+        return 2 * int(found) > _FEW
+
+    @property
+    def _same_id(self) -> str:
+        return f"v.sink = {self._sink} AND v.id = s._id"
+
+    def _insert_versions(self, version: Version, where: str) -> str:
+        epoch, number = version
         return f"""
-WITH fresh AS (
-    INSERT INTO {SCHEMA}.version AS v (sink, id, shard, epoch, number, deleted)
-    SELECT {self._sink}, _id, _shard, {epoch}, {number}, _deleted FROM stage ORDER BY _id
-    ON CONFLICT (sink, id) DO UPDATE SET shard = excluded.shard, epoch = excluded.epoch,
-        number = excluded.number, deleted = excluded.deleted
-        WHERE (v.epoch, v.number) <= (excluded.epoch, excluded.number)
-    RETURNING id
-), gone AS (
-    DELETE FROM {table} t USING stage s JOIN fresh f ON f.id = s._id WHERE s._deleted AND {same}
-)
-INSERT INTO {table} ({column_list(names)}) SELECT {", ".join(f"s.{ident(one)}" for one in names)}
-    FROM stage s JOIN fresh f ON f.id = s._id WHERE NOT s._deleted
-    ON CONFLICT ({column_list(key)}) DO {action}
+INSERT INTO {SCHEMA}.version AS v (sink, id, shard, epoch, number, deleted)
+SELECT {self._sink}, _id, _shard, {epoch}, {number}, _deleted FROM stage s {where} ORDER BY _id
+ON CONFLICT (sink, id) DO UPDATE SET shard = excluded.shard, epoch = excluded.epoch,
+    number = excluded.number, deleted = excluded.deleted
+    WHERE (v.epoch, v.number) <= (excluded.epoch, excluded.number)
 """
+
+    def _take_documents(self, live: int, deleted: int, *, is_known: bool) -> None:
+        """What the stage still has goes into the table."""
+        table, names, key = self._name, self._names, self._key
+        same = " AND ".join(f"t.{ident(one)} = s.{ident(one)}" for one in key)
+        others = [ident(one) for one in names if one not in key]
+        if deleted:
+            self._run(f"{_NESTED}DELETE FROM {table} t USING stage s WHERE s._deleted AND {same}")
+        updated = 0
+        if is_known and others:
+            changes = ", ".join(f"{one} = s.{one}" for one in others)
+            updated = self._run(
+                f"{_NESTED}UPDATE {table} t SET {changes} FROM stage s"
+                f" WHERE NOT s._deleted AND {same}"
+            )
+        if updated < live:
+            changes = ", ".join(f"{one} = excluded.{one}" for one in others)
+            missing = f" AND NOT EXISTS (SELECT FROM {table} t WHERE {same})" if updated else ""
+            keys = column_list(key)
+            self._run(
+                f"INSERT INTO {table} ({column_list(names)})"
+                f" SELECT {column_list(names)} FROM stage s WHERE NOT _deleted{missing}"
+                f" ORDER BY {keys} ON CONFLICT ({keys})"
+                f" DO {f'UPDATE SET {changes}' if changes else 'NOTHING'}"
+            )
+
+    def _run(self, statement: str) -> int:
+        """The number of rows that it wrote."""
+        return command_rows(execute(self._session, statement, "writing documents")[-1])
 
 
 def _csv(rows: pa.RecordBatch) -> memoryview:

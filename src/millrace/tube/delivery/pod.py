@@ -7,9 +7,8 @@ before those of backfills, each in the order of their numbers.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 import psycopg
 
@@ -25,8 +24,11 @@ class TubeChanged(Exception):
     """The tube has other partitions than those it was read by, or is gone."""
 
 
-@dataclass(frozen=True)
-class Pod:
+# A tube has no statistics: without these, it would be sorted as a whole to find its first pods.
+_IN_ORDER = "".join(f"SET LOCAL enable_{way} = off; " for way in ("sort", "seqscan", "bitmapscan"))
+
+
+class Pod(NamedTuple):
     """A row of a tube."""
 
     seq: int
@@ -43,18 +45,24 @@ class Pod:
         return not self.keys and self.payload is not None
 
 
-def fetch_pods(connection: Connection, tube: Tube, partition: int, limit: int) -> list[Pod]:
-    """The next pods of a partition."""
+def fetch_pods(
+    connection: Connection, tube: Tube, partition: int, limit: int, after: int | None = None
+) -> list[Pod]:
+    """The next pods of a partition: all there are, or without incremental ones up to a number."""
+    passed = "" if after is None else f"WHERE (op = 'B', seq) > (false, {after})"
     with _checked(tube, "reading pods"):
         row = connection.execute(
             f"SELECT {ident(tube.schema)}.tube_fetch_sql(%s, %s, %s)".encode(),
             (tube.name, tube.partitions, partition),
         ).fetchone()
         assert row is not None
-        rows = connection.execute(
-            "SELECT seq, op, shard, tbl, coalesce(keys, ids::text[]), payload, ts"
-            f" FROM ({row[0]}) AS pods LIMIT {limit}".encode(),
-        ).fetchall()
+        cursor = connection.execute(
+            f"{_IN_ORDER} SELECT seq, op, shard, tbl, coalesce(keys, ids::text[]), payload, ts"
+            f" FROM ({row[0]}) AS pods {passed} LIMIT {limit}".encode(),
+        )
+        while cursor.nextset():
+            pass
+        rows = cursor.fetchall()
     return [Pod(seq, op, shard, tbl, tuple(k), p, at) for seq, op, shard, tbl, k, p, at in rows]
 
 
@@ -64,8 +72,18 @@ def delete_pods(connection: Connection, tube: Tube, partition: int, seqs: Collec
         return
     with _checked(tube, "deleting pods"):
         connection.execute(
-            f"SELECT {ident(tube.schema)}.tube_pods_delete(%s, %s, %s, %s)".encode(),
-            (tube.name, tube.partitions, partition, list(seqs)),
+            f"SELECT {ident(tube.schema)}.tube_pods_delete(%s, %s, %s, %s::bigint[])".encode(),
+            (tube.name, tube.partitions, partition, "{" + ",".join(map(str, seqs)) + "}"),
+        )
+
+
+def rotate(connection: Connection, tube: Tube) -> None:
+    """Truncate what is drained: once there is nothing to do, nobody else would."""
+    here = ident(tube.schema)
+    with _checked(tube, "truncating what is drained"):
+        connection.execute(
+            f"SELECT {here}._tube_rotate_now(id) FROM {here}._tube_tubes WHERE name = %s".encode(),
+            (tube.name,),
         )
 
 

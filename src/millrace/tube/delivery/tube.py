@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import psycopg
@@ -57,7 +58,11 @@ class Tube:
     def tables_of(self, id_: int | None) -> tuple[TubeTable, ...]:
         """The table of a pod, none if it was detached. What pg-tube's functions wrote names no
         table, and may be about any."""
-        return self.tables if id_ is None else tuple(t for t in self.tables if t.id == id_)
+        return self.tables if id_ is None else self._by_id.get(id_, ())
+
+    @cached_property
+    def _by_id(self) -> dict[int, tuple[TubeTable, ...]]:
+        return {table.id: (table,) for table in self.tables}
 
 
 @contextmanager

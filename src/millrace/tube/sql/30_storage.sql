@@ -272,13 +272,19 @@ EXCEPTION WHEN lock_not_available THEN
     RETURN 0;
 END $$;
 
--- After pods were deleted: once in a few seconds at most.
-CREATE FUNCTION _tube_rotate_sometimes(tube_id integer) RETURNS void
+-- After pods were deleted: once in a few seconds, or if they were many.
+CREATE FUNCTION _tube_rotate_sometimes(tube_id integer, deleted integer) RETURNS void
 LANGUAGE plpgsql SECURITY DEFINER AS $$
 BEGIN
-    IF extract(epoch FROM clock_timestamp()) - 5
+    IF deleted >= 5000 OR extract(epoch FROM clock_timestamp()) - 5
        > pg_sequence_last_value(format('%I._tube_%s_slot', current_schema(), tube_id)::regclass) / 1000
     THEN
-        PERFORM tube_rotate((SELECT t.name FROM _tube_tubes t WHERE t.id = tube_id));
+        PERFORM _tube_rotate_now(tube_id);
     END IF;
 END $$;
+
+-- For whoever drains a tube: tube_rotate itself, with limits to choose, is not for everybody.
+CREATE FUNCTION _tube_rotate_now(tube_id integer) RETURNS void
+LANGUAGE sql SECURITY DEFINER AS $$
+    SELECT tube_rotate(t.name) FROM _tube_tubes t WHERE t.id = tube_id
+$$;

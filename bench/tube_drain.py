@@ -7,25 +7,22 @@ Four tables, one in each partition. Every document must have got a newer version
 
 from __future__ import annotations
 
-import subprocess
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import psycopg
 
 from bench import pgq
-from bench.changes import Place, parse_tps, pgbench_command
+from bench.changes import Place
 from bench.lag import Beats, percentile
 from bench.measure import postmaster_pid, quiet, server_cpu_seconds
 from bench.millrace_stream import CpuOf
 from bench.report import RIGHT, WRONG, Run
-from bench.tube_writes import BODY, CLIENTS
+from bench.tube_writes import BODY, run_script
 from millrace.config.dsn import Dsn
 from millrace.postgres.program.embedded import Cluster
 from millrace.postgres.wire.connect import resolve
@@ -265,16 +262,7 @@ class Deliverers:
             time.sleep(0.02)
 
     def _pgbench(self, script: str, per_second: int, seconds: float) -> float:
-        """Transactions a second."""
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "script.sql"
-            file.write_text(script + "\n")
-            command = pgbench_command(
-                self._place, "-n", "-c", str(CLIENTS), "-M", "prepared", "-R", str(per_second),
-                "-T", f"{seconds:.0f}", "-f", str(file),
-            )  # fmt: skip
-            done = subprocess.run(command, check=True, capture_output=True, text=True)
-        return parse_tps(done.stdout)
+        return run_script(self._place, script, seconds, "-R", str(per_second))
 
     def _scalars(self, query: str) -> tuple[Any, ...]:
         row = self._connection.execute(query.encode()).fetchone()

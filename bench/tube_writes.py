@@ -91,6 +91,20 @@ def contestants() -> Sequence[str]:
     return (PLAIN, ATTACHED, PGQ) if pgq.is_installed() else (PLAIN, ATTACHED)
 
 
+def run_script(place: Place, script: str, seconds: float, *options: str, sync: str = "on") -> float:
+    """Transactions a second that four clients of pgbench reach with a script."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "script.sql"
+        file.write_text(script + "\n")
+        command = pgbench_command(
+            place, "-n", "-c", str(CLIENTS), "-j", "2", "-M", "prepared", *options,
+            "-T", f"{seconds:.0f}", "-f", str(file),
+        )  # fmt: skip
+        environment = {**os.environ, "PGOPTIONS": f"-c synchronous_commit={sync}"}
+        done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
+    return parse_tps(done.stdout)
+
+
 class Writers:
     """One database with a table for each contestant."""
 
@@ -116,7 +130,11 @@ class Writers:
         quiet(self._cluster)
         pid = postmaster_pid(self._cluster.data_dir)
         before = server_cpu_seconds(pid)
-        rows = write.rows * self._pgbench(write.script.format(table=table), sync)
+        rows = (
+            write.rows
+            * self._seconds
+            * run_script(self._place, write.script.format(table=table), self._seconds, sync=sync)
+        )
         cpu = server_cpu_seconds(pid) - before
         figures = {
             "rows_per_second": rows / self._seconds,
@@ -136,21 +154,6 @@ class Writers:
         self._run(f"TRUNCATE tube.{TUBE}")
         if pgq.is_installed():
             pgq.reset(self._connection)
-
-    def _pgbench(self, script: str, sync: str) -> float:
-        """Transactions in the whole run."""
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "script.sql"
-            file.write_text(script + "\n")
-            command = pgbench_command(
-                self._place, "-n", "-c", str(CLIENTS), "-j", "2", "-M", "prepared",
-                "-T", f"{self._seconds:.0f}", "-f", str(file),
-            )  # fmt: skip
-            environment = {**os.environ, "PGOPTIONS": f"-c synchronous_commit={sync}"}
-            done = subprocess.run(
-                command, check=True, capture_output=True, text=True, env=environment
-            )
-        return parse_tps(done.stdout) * self._seconds
 
     def _check(self, table: str) -> str:
         """What is wrong with the tube: it has to name every row, once."""

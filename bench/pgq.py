@@ -46,8 +46,9 @@ def attach(connection: Connection, table: str) -> None:
 
 def reset(connection: Connection) -> None:
     """An empty queue with one consumer."""
-    if connection.execute("SELECT FROM pgq.queue WHERE queue_name = %s", (QUEUE,)).fetchone():
-        connection.execute("SELECT pgq.drop_queue(%s, true)", (QUEUE,))
+    connection.execute(
+        "SELECT pgq.drop_queue(queue_name, true) FROM pgq.queue WHERE queue_name = %s", (QUEUE,)
+    )
     connection.execute("SELECT pgq.create_queue(%s)", (QUEUE,))
     connection.execute("SELECT pgq.register_consumer(%s, %s)", (QUEUE, CONSUMER))
     connection.execute("SELECT pgq.force_tick(%s)", (QUEUE,))

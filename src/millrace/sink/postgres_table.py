@@ -104,11 +104,14 @@ class PostgresTableSink:
         )
 
     def write_documents(self, batch: DocumentBatch) -> None:
-        execute(self._session, "TRUNCATE stage" if self._is_open else "BEGIN")
+        first = "TRUNCATE stage" if self._is_open else "BEGIN"
         self._is_open = True
         arrays = [batch.ids, batch.shards, batch.is_deleted, *batch.body.columns]
         rows = pa.RecordBatch.from_arrays(arrays, names=[*_OWN, *self._names])
-        copy_in(self._session, f"COPY stage FROM STDIN ({_FORMAT})", _csv(rows))
+        copy_in(self._session, f"{first}; COPY stage FROM STDIN ({_FORMAT})", _csv(rows))
+        if len(batch) <= _FEW:
+            self._take_few(batch.version)
+            return
         is_known = self._take_versions(batch.version, len(batch))
         deleted = batch.is_deleted.true_count
         self._take_documents(len(batch) - deleted, deleted, is_known=is_known)
@@ -197,11 +200,21 @@ class PostgresTableSink:
         result = execute(self._session, query)[-1]
         return (result.get_value(0, 0) or b"").decode() if result.ntuples else ""
 
+    def _take_few(self, version: Version) -> None:
+        """All in one message: of a few documents, waiting for answers is most of the time."""
+        steps = (
+            self._insert_versions(version, ""),
+            self._drop_older(version),
+            self._delete_documents(),
+            self._insert_documents(""),
+        )
+        self._run(";".join(steps))
+
     def _take_versions(self, version: Version, count: int) -> bool:
         """Give the documents of the stage this version, and take those out of it that have a newer
         one; whether most of them were known before. A version that was written or found newer is
         locked until the end, so nobody else writes its document."""
-        is_known = count > _FEW and self._are_known()
+        is_known = self._are_known()
         if is_known:
             fresh = self._run(
                 _NESTED + f"UPDATE {SCHEMA}.version v SET shard = s._shard, epoch = {version[0]},"
@@ -220,11 +233,15 @@ class PostgresTableSink:
         if fresh < count:
             if is_known:  # a version that was just forgotten counts as new
                 self._run(self._insert_versions(version, ""))
-            self._run(
-                f"DELETE FROM stage s USING {SCHEMA}.version v WHERE {self._same_id}"
-                f" AND (v.epoch, v.number) > {version}"
-            )
+            self._run(self._drop_older(version))
         return is_known
+
+    def _drop_older(self, version: Version) -> str:
+        """Out of the stage goes what the table has a newer version of."""
+        return (
+            f"DELETE FROM stage s USING {SCHEMA}.version v WHERE {self._same_id}"
+            f" AND (v.epoch, v.number) > {version}"
+        )
 
     def _are_known(self) -> bool:
         """Whether a sample of the stage has versions: then updating is half the work of inserting
@@ -251,28 +268,44 @@ ON CONFLICT (sink, id) DO UPDATE SET shard = excluded.shard, epoch = excluded.ep
 
     def _take_documents(self, live: int, deleted: int, *, is_known: bool) -> None:
         """What the stage still has goes into the table."""
-        table, names, key = self._name, self._names, self._key
-        same = " AND ".join(f"t.{ident(one)} = s.{ident(one)}" for one in key)
-        others = [ident(one) for one in names if one not in key]
+        others = self._others
         if deleted:
-            self._run(f"{_NESTED}DELETE FROM {table} t USING stage s WHERE s._deleted AND {same}")
+            self._run(self._delete_documents())
         updated = 0
         if is_known and others:
             changes = ", ".join(f"{one} = s.{one}" for one in others)
             updated = self._run(
-                f"{_NESTED}UPDATE {table} t SET {changes} FROM stage s"
-                f" WHERE NOT s._deleted AND {same}"
+                f"{_NESTED}UPDATE {self._name} t SET {changes} FROM stage s"
+                f" WHERE NOT s._deleted AND {self._same_key}"
             )
         if updated < live:
-            changes = ", ".join(f"{one} = excluded.{one}" for one in others)
-            missing = f" AND NOT EXISTS (SELECT FROM {table} t WHERE {same})" if updated else ""
-            keys = column_list(key)
-            self._run(
-                f"INSERT INTO {table} ({column_list(names)})"
-                f" SELECT {column_list(names)} FROM stage s WHERE NOT _deleted{missing}"
-                f" ORDER BY {keys} ON CONFLICT ({keys})"
-                f" DO {f'UPDATE SET {changes}' if changes else 'NOTHING'}"
-            )
+            missing = f" AND NOT EXISTS (SELECT FROM {self._name} t WHERE {self._same_key})"
+            self._run(self._insert_documents(missing if updated else ""))
+
+    @property
+    def _others(self) -> list[str]:
+        """Columns that are not of the key."""
+        return [ident(one) for one in self._names if one not in self._key]
+
+    @property
+    def _same_key(self) -> str:
+        return " AND ".join(f"t.{ident(one)} = s.{ident(one)}" for one in self._key)
+
+    def _delete_documents(self) -> str:
+        return (
+            f"{_NESTED}DELETE FROM {self._name} t USING stage s"
+            f" WHERE s._deleted AND {self._same_key}"
+        )
+
+    def _insert_documents(self, condition: str) -> str:
+        names, keys = column_list(self._names), column_list(self._key)
+        changes = ", ".join(f"{one} = excluded.{one}" for one in self._others)
+        return (
+            f"INSERT INTO {self._name} ({names})"
+            f" SELECT {names} FROM stage s WHERE NOT _deleted{condition}"
+            f" ORDER BY {keys} ON CONFLICT ({keys})"
+            f" DO {f'UPDATE SET {changes}' if changes else 'NOTHING'}"
+        )
 
     def _run(self, statement: str) -> int:
         """The number of rows that it wrote."""

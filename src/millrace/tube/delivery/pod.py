@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import psycopg
 
-from millrace.postgres.quote import ident
+from millrace.postgres.quote import ident, literal
 from millrace.postgres.wire.connect import translated
 from millrace.tube.delivery.tube import Connection, Tube
 
@@ -50,15 +50,20 @@ def fetch_pods(
 ) -> list[Pod]:
     """The next pods of a partition: all there are, or without incremental ones up to a number."""
     passed = "" if after is None else f"WHERE (op = 'B', seq) > (false, {after})"
+    # It also says whether the tube still has these partitions, and so is asked each time.
+    asked = (
+        f"SELECT {ident(tube.schema)}.tube_fetch_sql("
+        f"{literal(tube.name)}, {tube.partitions}, {partition})"
+    )
     with _checked(tube, "reading pods"):
-        row = connection.execute(
-            f"SELECT {ident(tube.schema)}.tube_fetch_sql(%s, %s, %s)".encode(),
-            (tube.name, tube.partitions, partition),
-        ).fetchone()
-        assert row is not None
+        if partition not in tube.fetch_sql:
+            row = connection.execute(asked.encode()).fetchone()
+            assert row is not None
+            tube.fetch_sql[partition] = row[0]
         cursor = connection.execute(
-            f"{_IN_ORDER} SELECT seq, op, shard, tbl, coalesce(keys, ids::text[]), payload, ts"
-            f" FROM ({row[0]}) AS pods {passed} LIMIT {limit}".encode(),
+            f"{_IN_ORDER} {asked};"
+            " SELECT seq, op, shard, tbl, coalesce(keys, ids::text[]), payload, ts"
+            f" FROM ({tube.fetch_sql[partition]}) AS pods {passed} LIMIT {limit}".encode(),
         )
         while cursor.nextset():
             pass

@@ -61,6 +61,11 @@ class Tube:
         return self.tables if id_ is None else self._by_id.get(id_, ())
 
     @cached_property
+    def fetch_sql(self) -> dict[int, str]:
+        """What reads the pods of a partition, as far as somebody has asked for it."""
+        return {}
+
+    @cached_property
     def _by_id(self) -> dict[int, tuple[TubeTable, ...]]:
         return {table.id: (table,) for table in self.tables}
 

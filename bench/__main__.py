@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent
 # Before any import of ours: the checkout may not be installed.
 sys.path.insert(0, str(ROOT.parent / "src"))
 
-BENCHES = ("clone", "follow", "start")
+BENCHES = ("clone", "follow", "start", "tube")
 # Without a terminal rich assumes 80 columns, which cuts the tables.
 LOG_WIDTH = 140
 

@@ -96,12 +96,12 @@ def measure_lag(place: Place, target: str, pace: Pace, work_dir: Path) -> Steady
         script = work_dir / "bulk.sql"
         script.write_text(BULK_SCRIPT)
         options += ["-f", str(script)]
-    with _Beats(place.uri, target) as beats:
+    with Beats(place.uri, target) as beats:
         reached = run_pgbench(place, *options)
     return Steady(pace, reached, beats.lags())
 
 
-class _Beats:
+class Beats:
     """Commits beats and looks for them, each in a thread, while the block runs."""
 
     def __init__(self, source: str, target: str) -> None:
@@ -116,7 +116,7 @@ class _Beats:
             threading.Thread(target=run, daemon=True) for run in (self._write, self._look)
         ]
 
-    def __enter__(self) -> _Beats:
+    def __enter__(self) -> Beats:
         for thread in self._threads:
             thread.start()
         return self

@@ -95,11 +95,16 @@ def quiet(*clusters: Cluster) -> None:
 
 
 def server_cpu_seconds(postmaster_pid: int) -> float:
-    """CPU of a server since its start: the postmaster, its children, and those that have ended."""
-    total = _cpu_seconds(postmaster_pid)
-    for child in psutil.Process(postmaster_pid).children(recursive=True):
-        total += _cpu_seconds(child.pid)
-    return total
+    """CPU of a server since its start: the postmaster, its children, and those that have ended.
+
+    Looked at again if a child came or went meanwhile: it would be counted twice, or not at all.
+    """
+    postmaster = psutil.Process(postmaster_pid)
+    while True:
+        before = {child.pid for child in postmaster.children(recursive=True)}
+        total = _cpu_seconds(postmaster_pid) + sum(map(_cpu_seconds, before))
+        if before == {child.pid for child in postmaster.children(recursive=True)}:
+            return total
 
 
 def postmaster_pid(data_dir: Path) -> int:

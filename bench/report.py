@@ -94,6 +94,14 @@ class Comparison:
 # Figures in the tables, with their headings; the JSON has all of them.
 COLUMNS = {
     "rows_per_second": "rows/s",
+    "ids_per_second": "ids/s",
+    "pods_per_second": "pods/s",
+    "events_per_second": "events/s",
+    "cpu_us_per_row": "CPU µs a row",
+    "delivery_p50_ms": "p50 ms",
+    "delivery_p99_ms": "p99 ms",
+    "dead_rows": "dead rows",
+    "slots": "slots",
     "timed_seconds": "timed s",
     "whole_seconds": "with start s",
     "load_rows_per_second": "load rows/s",

@@ -145,6 +145,17 @@ def test_a_late_delivery_of_an_older_version_changes_nothing(kind: Kind) -> None
     assert kind.read() == {"a": expected("a", "new"), "other": expected("other")}
 
 
+def test_a_large_batch_may_be_new_known_newer_and_deleted(kind: Kind) -> None:
+    ids = [f"k{n:03}" for n in range(130)]
+    deliver(kind, (0, 5), *((one, 1, body(one)) for one in ids[:100]))
+    deliver(kind, (0, 9), (ids[0], 1, body(ids[0], "newest")), (ids[1], 1, None))
+    rows = [(one, 2, None if one in ids[10:20] else body(one, "newer")) for one in ids]
+    for _ in range(2):
+        deliver(kind, (0, 7), *rows)
+        wanted = {one: expected(one, "newer") for one in [*ids[2:10], *ids[20:]]}
+        assert kind.read() == wanted | {ids[0]: expected(ids[0], "newest")}
+
+
 def test_the_same_delivery_twice_is_one(kind: Kind) -> None:
     for _ in range(2):
         deliver(kind, (0, 5), ("a", 1, body("a")), ("b", 1, None))

@@ -8,17 +8,21 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import psycopg
 import pyarrow as pa
 import pytest
 from tests.fixtures.direct_engine import DirectEngine
-from tests.fixtures.tube_source import ROUTED, fill
+from tests.fixtures.tube_source import LIMITS, ROUTED, fill
 from tests.fixtures.tube_source import TubeSource as Source
 from tests.fixtures.wait import wait_for
 
 from millrace import failpoint
 from millrace.errors import ConfigError, SinkError
+from millrace.tube.delivery import worker
 from millrace.tube.delivery.dead import read_dead, retry_dead
+from millrace.tube.delivery.pod import delete_pods, fetch_pods
 from millrace.tube.delivery.run import check_delivery, run_delivery
 from millrace.tube.delivery.tube import find_tube
 from millrace.tube.delivery.worker import Worker, WorkerTask
@@ -45,6 +49,59 @@ def test_rows_that_were_touched_arrive_and_those_that_are_gone_go(source: Source
     )
     counts = source.deliver()
     assert (counts.deleted, counts.dead) == (9 + 11 + 1, 0)
+    source.assert_equal()
+
+
+def test_a_backlog_is_read_in_pieces_by_its_index(source: Source) -> None:
+    source.run("SELECT tube_ensure_exists('t', 2)", "SELECT tube_table_attach('t', 'article', 1)")
+    source.run("SELECT t_touch(1, ARRAY(SELECT generate_series(1, 2000)), 'T', NULL, 1)")
+    source.run("SELECT t_touch(1, '{7}', 'B')")
+    tube = find_tube(source.connection, "t")
+    first = fetch_pods(source.connection, tube, 1, 500)
+    assert [pod.keys for pod in first] == [(str(n),) for n in range(1, 501)]
+    rest = fetch_pods(source.connection, tube, 1, 5000, after=first[-1].seq)
+    assert [pod.keys[0] for pod in rest] == [*map(str, range(501, 2001)), "7"]
+    before = count_pods_read(source)
+    fetch_pods(source.connection, tube, 1, 10, after=first[-1].seq)
+    assert count_pods_read(source) - before <= 20
+
+
+def count_pods_read(source: Source) -> int:
+    """By this session, in the tube's slots, as the server counts them."""
+    source.rows("SELECT pg_stat_force_next_flush()")
+    ((read,),) = source.rows(
+        "SELECT sum(coalesce(idx_tup_fetch, 0) + seq_tup_read)::int FROM pg_stat_user_tables"
+        " WHERE relname LIKE 't~_'"
+    )
+    return int(read)
+
+
+def test_a_touch_that_commits_late_is_delivered_from_within_a_backlog(
+    source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source.run("SELECT tube_ensure_exists('t')", "SELECT tube_table_attach('t', 'article', 1)")
+    with psycopg.connect(source.uri) as late:
+        late.execute("INSERT INTO article VALUES (0, 'late', 1, 1)")
+        for start in range(0, 400, 50):
+            fill_one = (
+                f"SELECT i, 'title ' || i, 1, 1 FROM generate_series({start + 1}, {start + 50}) i"
+            )
+            source.run(
+                f"INSERT INTO article {fill_one}",
+                "SELECT article_touch(ARRAY(SELECT id FROM article), chunk_size => 1)",
+            )
+        deleted = 0
+
+        def delete(connection: Any, tube: Any, partition: int, seqs: list[int]) -> None:
+            nonlocal deleted
+            delete_pods(connection, tube, partition, seqs)
+            deleted += 1
+            if deleted == 2:
+                late.commit()
+
+        monkeypatch.setattr(worker, "delete_pods", delete)
+        source.deliver(limits=replace(LIMITS, batch_ids=50))
+    assert deleted > 10
     source.assert_equal()
 
 

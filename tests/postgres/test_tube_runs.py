@@ -198,7 +198,7 @@ def test_a_table_that_is_attached_while_the_tube_is_served_loses_no_touch(
         wait_for_docs(tubes, "b")
         wait_for(lambda: "nothing says how public.c is delivered" in caplog.text)
         # Nothing says where they go, so they stay.
-        assert pods(tubes, "a") == 1
+        wait_for(lambda: pods(tubes, "a") == 1, "only those of c are left")
         tubes.run("SELECT tube_table_ensure_detached('tube_a', 'c')")
         fill(tubes, "b")
         wait_for_docs(tubes, "b")

@@ -243,6 +243,28 @@ def test_writers_need_no_rights_and_cannot_take_any(tubes: TubeDatabase) -> None
         tubes.run(f"DROP OWNED BY {role} CASCADE", f"DROP ROLE {role}")
 
 
+def test_who_attaches_a_table_needs_no_rights_on_the_tube_later(tubes_16: TubeDatabase) -> None:
+    tubes = tubes_16
+    role = f"owner_{tubes.name}"
+    tubes.run(
+        "SELECT tube_ensure_exists('pods')",
+        f"CREATE ROLE {role} LOGIN",
+        f"GRANT ALL ON SCHEMA public, tube TO {role}",
+        f"GRANT ALL ON ALL TABLES IN SCHEMA tube TO {role}",
+        f"GRANT ALL ON ALL SEQUENCES IN SCHEMA tube TO {role}",
+    )
+    try:
+        with tubes.connect(user=role) as owner:
+            owner.execute(ITEM)
+            owner.execute("SELECT tube_table_ensure_attached('pods', 'item', 1)")
+            tubes.run(f"REVOKE ALL ON ALL TABLES IN SCHEMA tube FROM {role}")
+            owner.execute("INSERT INTO item (id) SELECT generate_series(1, 300)")
+            owner.execute("UPDATE item SET n = 1 WHERE id = 1")
+        assert tubes.pods(columns="op, cardinality(ids)") == [("I", 250), ("I", 50), ("U", 1)]
+    finally:
+        tubes.run(f"DROP OWNED BY {role} CASCADE", f"DROP ROLE {role}")
+
+
 def test_a_session_that_backfills_leaves_only_backfill_pods(tubes: TubeDatabase) -> None:
     tubes.run(ITEM)
     tubes.attach()

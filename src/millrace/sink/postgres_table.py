@@ -26,7 +26,7 @@ from millrace.config.dsn import Dsn
 from millrace.errors import ConfigError, SinkError
 from millrace.postgres.quote import columns as column_list
 from millrace.postgres.quote import ident, literal
-from millrace.postgres.wire.libpq import copy_in, execute, open_session
+from millrace.postgres.wire.libpq import command_rows, copy_in, execute, open_session
 from millrace.sink.document import DocumentBatch, DocumentOrigin, Version
 from millrace.sink.postgres_rows import iter_ids, read_unequal
 from millrace.sink.protocol import Capabilities, Difference, ShardChoice
@@ -41,7 +41,7 @@ CREATE TABLE IF NOT EXISTS {SCHEMA}.sink (
 );
 CREATE TABLE IF NOT EXISTS {SCHEMA}.version (
     sink int NOT NULL,
-    id text NOT NULL,
+    id text COLLATE "C" NOT NULL,
     shard int NOT NULL,
     epoch bigint NOT NULL,
     number bigint NOT NULL,
@@ -68,6 +68,10 @@ _IDLE_SECONDS: Final = 60
 # Columns of a stage table besides the document's.
 _OWN: Final = ("_id", "_shard", "_deleted")
 _FORMAT: Final = "FORMAT csv, NULL ''"
+# Documents that are looked at to tell whether a batch is of known ones.
+_FEW: Final = 64
+# The planner knows nothing about the stage, and might read a large table to find a few rows of it.
+_NESTED: Final = "SET LOCAL enable_hashjoin = off; SET LOCAL enable_mergejoin = off; "
 
 
 def open_sink(address: str) -> PostgresTableSink:
@@ -115,21 +119,21 @@ class PostgresTableSink:
         execute(
             self._session,
             "CREATE TEMP TABLE stage ON COMMIT DELETE ROWS AS"
-            f" SELECT ''::text AS _id, 0 AS _shard, false AS _deleted, {selected}"
+            f" SELECT ''::text COLLATE \"C\" AS _id, 0 AS _shard, false AS _deleted, {selected}"
             f" FROM {name} t LIMIT 0",
         )
 
     def write_documents(self, batch: DocumentBatch) -> None:
-        execute(self._session, "TRUNCATE stage" if self._is_open else "BEGIN")
+        first = "TRUNCATE stage" if self._is_open else "BEGIN"
         self._is_open = True
-        self._fill_stage(batch)
-        found = execute(self._session, self._upsert(batch.version), "writing documents")
-        if found[1].get_value(0, 0) != b"0":
-            raise SinkError(
-                f"a delivery into {self._name} is older than what was collected there",
-                hint="its rows are read again",
-                sqlstate="40001",
-            )
+        self._fill_stage(batch, first)
+        if len(batch) <= _FEW:
+            self._take_few(batch.version)
+            return
+        is_known = self._take_versions(batch.version, len(batch))
+        self._refuse_collected(batch.version)
+        deleted = batch.is_deleted.true_count
+        self._take_documents(len(batch) - deleted, deleted, is_known=is_known)
 
     def commit(self, position: int) -> None:
         if self._is_open:
@@ -169,8 +173,7 @@ class PostgresTableSink:
         return iter_ids(self._session, self._name, self._key, limit)
 
     def find_unequal(self, batch: DocumentBatch) -> dict[str, Difference]:
-        execute(self._session, "BEGIN")
-        self._fill_stage(batch)
+        self._fill_stage(batch, "BEGIN")
         found = read_unequal(self._session, self._name, self._names, self._key)
         execute(self._session, "ROLLBACK")
         return found
@@ -185,10 +188,11 @@ class PostgresTableSink:
             return None
         return int(found.get_value(0, 0) or 0), int(found.get_value(0, 1) or 0)
 
-    def _fill_stage(self, batch: DocumentBatch) -> None:
+    def _fill_stage(self, batch: DocumentBatch, first: str) -> None:
+        """After another statement, in the same message."""
         arrays = [batch.ids, batch.shards, batch.is_deleted, *batch.body.columns]
         rows = pa.RecordBatch.from_arrays(arrays, names=[*_OWN, *self._names])
-        copy_in(self._session, f"COPY stage FROM STDIN ({_FORMAT})", _csv(rows))
+        copy_in(self._session, f"{first}; COPY stage FROM STDIN ({_FORMAT})", _csv(rows))
 
     def _older(self, choice: ShardChoice, version: Version) -> str:
         epoch, number = version
@@ -259,38 +263,133 @@ class PostgresTableSink:
         result = execute(self._session, query)[-1]
         return (result.get_value(0, 0) or b"").decode() if result.ntuples else ""
 
-    def _upsert(self, version: Version) -> str:
-        """What takes the stage over."""
+    def _take_few(self, version: Version) -> None:
+        """In two messages: of a few documents, waiting for answers is most of the time."""
+        versions = self._insert_versions(version, "")
+        self._refuse_collected(version, f"{versions};{self._drop_older(version)};")
+        self._run(f"{self._delete_documents()};{self._insert_documents('')}")
+
+    def _refuse_collected(self, version: Version, first: str = "") -> None:
+        """Raise if the stage has documents that are older than what was collected: the versions of
+        deleted ones that would have dropped them are gone. `first` is run before that is asked."""
         epoch, number = version
-        table, names, key = self._name, self._names, self._key
-        changes = ", ".join(
-            f"{ident(one)} = excluded.{ident(one)}" for one in names if one not in key
+        found = self._scalar(
+            f"{first} SELECT count(*) FROM {SCHEMA}.collected c"
+            f" WHERE c.sink = {self._sink} AND c.origin = {self._origin}"
+            f" AND ({epoch}, {number}) < (c.epoch, c.number)"
+            " AND EXISTS (SELECT FROM stage s WHERE CASE c.partitions WHEN 0"
+            " THEN s._shard = c.partition"
+            " ELSE (s._shard % c.partitions + c.partitions) % c.partitions = c.partition END)"
         )
-        action = f"UPDATE SET {changes}" if changes else "NOTHING"
-        same = " AND ".join(f"t.{ident(one)} = s.{ident(one)}" for one in key)
+        if found != "0":
+            raise SinkError(
+                f"a delivery into {self._name} is older than what was collected there",
+                hint="its rows are read again",
+                sqlstate="40001",
+            )
+
+    def _take_versions(self, version: Version, count: int) -> bool:
+        """Give the documents of the stage this version, and take those out of it that have a newer
+        one; whether most of them were known before. A version that was written or found newer is
+        locked until the end, so nobody else writes its document."""
+        is_known = self._are_known()
+        if is_known:
+            fresh = self._run(
+                _NESTED + f"UPDATE {SCHEMA}.version v SET shard = s._shard, epoch = {version[0]},"
+                f" number = {version[1]}, deleted = s._deleted, origin = {self._origin}"
+                f" FROM stage s WHERE {self._same_id}"
+                f" AND (v.epoch, v.number) <= {version}"
+            )
+            if fresh < count:
+                fresh += self._run(
+                    self._insert_versions(
+                        version,
+                        f"WHERE NOT EXISTS (SELECT FROM {SCHEMA}.version v WHERE {self._same_id})",
+                    )
+                )
+        else:
+            fresh = self._run(self._insert_versions(version, ""))
+        if fresh < count:
+            if is_known:  # a version that was just forgotten counts as new
+                self._run(self._insert_versions(version, ""))
+            self._run(self._drop_older(version))
+        return is_known
+
+    def _drop_older(self, version: Version) -> str:
+        """Out of the stage goes what the table has a newer version of."""
+        return (
+            f"DELETE FROM stage s USING {SCHEMA}.version v WHERE {self._same_id}"
+            f" AND (v.epoch, v.number) > {version}"
+        )
+
+    def _are_known(self) -> bool:
+        """Whether a sample of the stage has versions: then updating is half the work of inserting
+        and meeting a conflict."""
+        found = self._scalar(
+            f"SELECT count(*) FROM (SELECT _id FROM stage LIMIT {_FEW}) s"
+            f" WHERE EXISTS (SELECT FROM {SCHEMA}.version v WHERE {self._same_id})"
+        )
+        return 2 * int(found) > _FEW
+
+    @property
+    def _same_id(self) -> str:
+        return f"v.sink = {self._sink} AND v.id = s._id"
+
+    def _insert_versions(self, version: Version, where: str) -> str:
+        epoch, number = version
         return f"""
-WITH fresh AS (
-    INSERT INTO {SCHEMA}.version AS v (sink, id, shard, epoch, number, deleted, origin)
-    SELECT {self._sink}, _id, _shard, {epoch}, {number}, _deleted, {self._origin}
-      FROM stage ORDER BY _id
-    ON CONFLICT (sink, id) DO UPDATE SET shard = excluded.shard, epoch = excluded.epoch,
-        number = excluded.number, deleted = excluded.deleted, origin = excluded.origin
-        WHERE (v.epoch, v.number) <= (excluded.epoch, excluded.number)
-    RETURNING id
-)
-DELETE FROM stage s WHERE NOT EXISTS (SELECT FROM fresh f WHERE f.id = s._id);
-SELECT count(*) FROM {SCHEMA}.collected c
- WHERE c.sink = {self._sink} AND c.origin = {self._origin}
-   AND ({epoch}, {number}) < (c.epoch, c.number)
-   AND EXISTS (SELECT FROM stage s WHERE CASE c.partitions WHEN 0 THEN s._shard = c.partition
-       ELSE (s._shard % c.partitions + c.partitions) % c.partitions = c.partition END);
-WITH gone AS (
-    DELETE FROM {table} t USING stage s WHERE s._deleted AND {same}
-)
-INSERT INTO {table} ({column_list(names)}) SELECT {", ".join(f"s.{ident(one)}" for one in names)}
-    FROM stage s WHERE NOT s._deleted
-    ON CONFLICT ({column_list(key)}) DO {action}
+INSERT INTO {SCHEMA}.version AS v (sink, id, shard, epoch, number, deleted, origin)
+SELECT {self._sink}, _id, _shard, {epoch}, {number}, _deleted, {self._origin}
+  FROM stage s {where} ORDER BY _id
+ON CONFLICT (sink, id) DO UPDATE SET shard = excluded.shard, epoch = excluded.epoch,
+    number = excluded.number, deleted = excluded.deleted, origin = excluded.origin
+    WHERE (v.epoch, v.number) <= (excluded.epoch, excluded.number)
 """
+
+    def _take_documents(self, live: int, deleted: int, *, is_known: bool) -> None:
+        """What the stage still has goes into the table."""
+        others = self._others
+        if deleted:
+            self._run(self._delete_documents())
+        updated = 0
+        if is_known and others:
+            changes = ", ".join(f"{one} = s.{one}" for one in others)
+            updated = self._run(
+                f"{_NESTED}UPDATE {self._name} t SET {changes} FROM stage s"
+                f" WHERE NOT s._deleted AND {self._same_key}"
+            )
+        if updated < live:
+            missing = f" AND NOT EXISTS (SELECT FROM {self._name} t WHERE {self._same_key})"
+            self._run(self._insert_documents(missing if updated else ""))
+
+    @property
+    def _others(self) -> list[str]:
+        """Columns that are not of the key."""
+        return [ident(one) for one in self._names if one not in self._key]
+
+    @property
+    def _same_key(self) -> str:
+        return " AND ".join(f"t.{ident(one)} = s.{ident(one)}" for one in self._key)
+
+    def _delete_documents(self) -> str:
+        return (
+            f"{_NESTED}DELETE FROM {self._name} t USING stage s"
+            f" WHERE s._deleted AND {self._same_key}"
+        )
+
+    def _insert_documents(self, condition: str) -> str:
+        names, keys = column_list(self._names), column_list(self._key)
+        changes = ", ".join(f"{one} = excluded.{one}" for one in self._others)
+        return (
+            f"INSERT INTO {self._name} ({names})"
+            f" SELECT {names} FROM stage s WHERE NOT _deleted{condition}"
+            f" ORDER BY {keys} ON CONFLICT ({keys})"
+            f" DO {f'UPDATE SET {changes}' if changes else 'NOTHING'}"
+        )
+
+    def _run(self, statement: str) -> int:
+        """The number of rows that it wrote."""
+        return command_rows(execute(self._session, statement, "writing documents")[-1])
 
 
 def _csv(rows: pa.RecordBatch) -> memoryview:

@@ -131,6 +131,36 @@ def copy_in(connection: PGconn, statement: str, data: memoryview) -> int:
     return command_rows(results[0])
 
 
+def copy_out(connection: PGconn, statement: str, what: str) -> bytes:
+    """Run COPY ... TO STDOUT; all it sends. One message for each row comes from the server, and no
+    more than a call and a list entry is spent on it here."""
+    rows: list[bytes | memoryview] = []
+    try:
+        connection.send_query(_encode(connection, statement))
+        _wait_until_idle(connection)
+        started = connection.get_result()
+        if started is not None and started.status == pq.ExecStatus.COPY_OUT:
+            while True:
+                size, data = connection.get_copy_data(1)
+                if size > 0:
+                    rows.append(data)
+                elif size == 0:
+                    select.select([connection.socket], [], [])
+                    connection.consume_input()
+                else:
+                    break
+    except PsycopgError as error:
+        raise ConnectionLost(f"{what}: {error}".strip(), sqlstate=None) from error
+    results = drain(connection)
+    if started is not None and started.status != pq.ExecStatus.COPY_OUT:
+        results = [started, *results]
+    if not results:
+        raise ConnectionLost(f"{what}: the connection broke", sqlstate=None)
+    if results[0].status != pq.ExecStatus.COMMAND_OK:
+        raise result_error(results[0], what)
+    return b"".join(rows)
+
+
 def command_rows(result: PGresult) -> int:
     """How many rows a command says it touched."""
     return int(result.command_tuples or 0)

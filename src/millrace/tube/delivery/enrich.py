@@ -23,7 +23,7 @@ from pyarrow import csv
 from millrace.errors import ConfigError, FormatError, MillraceError
 from millrace.postgres.quote import literal
 from millrace.postgres.sql_text import find_parameters
-from millrace.postgres.wire.connect import translated
+from millrace.postgres.wire.libpq import copy_out
 from millrace.sink.document import JSON_KEY, DocumentBatch, Version, id_of, key_of
 from millrace.tube.delivery.tube import Connection, TubeTable
 
@@ -88,10 +88,9 @@ class SqlKeys:
 
     def statement(self, keys: Sequence[str]) -> str:
         """With these keys in their places: COPY takes no parameters."""
-        columns = list(zip(*(key_of(key, len(self._table.key)) for key in keys), strict=True))
         arrays = [
-            f"{literal(_array(columns[at] if columns else ()))}::{kind}[]"
-            for at, kind in enumerate(self._table.key_types)
+            f"{literal(_array(column))}::{kind}[]"
+            for column, kind in zip(_columns(keys, self._table), self._table.key_types, strict=True)
         ]
         return "".join(
             text if number is None else arrays[number - 1] for text, number in self._pieces
@@ -117,12 +116,7 @@ class SqlEnrichment:
 
     def read(self, keys: Sequence[str]) -> pa.Table:
         statement = f"COPY ({self._keys.statement(keys)}) TO STDOUT (FORMAT csv)"
-        with (
-            translated(f"enriching {self._table.label}"),
-            self._connection.cursor() as cursor,
-            cursor.copy(statement.encode()) as copy,
-        ):
-            data = b"".join(copy)
+        data = copy_out(self._connection.pgconn, statement, f"enriching {self._table.label}")
         if not data:
             return pa.table({name: pa.array([], kind) for name, kind in self._types.items()})
         return csv.read_csv(
@@ -186,11 +180,11 @@ class CallableEnrichment:
         return found
 
     def _call(self, keys: Sequence[str]) -> pa.Table:
-        columns = list(zip(*(key_of(key, len(self._table.key)) for key in keys), strict=True))
+        columns = _columns(keys, self._table)
         asked = pa.RecordBatch.from_pydict(
             {
-                name: pa.array(columns[at] if columns else (), pa.string())
-                for at, name in enumerate(self._table.key)
+                name: pa.array(column, pa.string())
+                for name, column in zip(self._table.key, columns, strict=True)
             }
         )
         try:
@@ -211,42 +205,54 @@ def enrich(
     source: Enrichment, table: TubeTable, version: Version, shards: dict[str, int]
 ) -> DocumentBatch:
     """The documents of keys, given with their shards."""
+    asked = pa.array(shards, pa.string())
     found = source.read(list(shards))
     ids = _ids(found, source.key, table.key_types)
-    unknown = [one for one in ids if one not in shards]
-    if unknown:
+    # Where each row's key is among those that were asked for.
+    places = pc.index_in(ids, value_set=asked)
+    if places.null_count:
         raise FormatError(
             f"the enrichment of {table.label} returned a key that was not asked for",
             hint="it must return rows of the keys in $1 only, with the key's columns",
         )
-    if len(set(ids)) < len(ids):
+    if pc.count_distinct(places).as_py() < len(places):
         raise FormatError(
             f"the enrichment of {table.label} returned a key twice",
             hint="it must return one row for each key: aggregate what is joined",
         )
-    present = set(ids)
-    missing = [one for one in shards if one not in present]
-    body = pa.concat_tables([_typed(found, source), _deleted(missing, source)]).combine_chunks()
-    every = [*ids, *missing]
+    missing = _others(places, len(asked))
+    gone = asked.take(missing)
+    body = pa.concat_tables([_typed(found, source), _deleted(gone.to_pylist(), source)])
+    body = body.combine_chunks()
+    every = pa.concat_arrays([places, missing])
     return DocumentBatch(
         version,
-        pa.array(every, pa.string()),
-        pa.array([shards[one] for one in every], pa.int32()),
-        pa.array([False] * len(ids) + [True] * len(missing)),
+        asked.take(every),
+        pa.array(shards.values(), pa.int32()).take(every),
+        pc.greater_equal(pa.array(range(len(every))), len(places)),
         (body.to_batches() or [pa.RecordBatch.from_pylist([], schema=body.schema)])[0],
     )
 
 
-def _ids(found: pa.Table, key: tuple[str, ...], types: tuple[str, ...]) -> list[str]:
-    texts = [pc.cast(found[name], pa.string()) for name in key]
+def _ids(found: pa.Table, key: tuple[str, ...], types: tuple[str, ...]) -> pa.StringArray:
+    texts = [pc.cast(found[name], pa.string()).combine_chunks() for name in key]
     # What was touched is a key cast to text, which removes blanks.
     columns = [
-        (pc.utf8_rtrim(text, " ") if kind == _BLANK_PADDED else text).to_pylist()
+        pc.utf8_rtrim(text, " ") if kind == _BLANK_PADDED else text
         for text, kind in zip(texts, types, strict=True)
     ]
     if len(columns) == 1:
-        return list(columns[0])
-    return [id_of(values) for values in zip(*columns, strict=True)]
+        return columns[0]
+    rows = zip(*(column.to_pylist() for column in columns), strict=True)
+    return pa.array([id_of(values) for values in rows], pa.string())
+
+
+def _others(places: pa.Int32Array, count: int) -> pa.Int32Array:
+    """The numbers below `count` that are not among these."""
+    every = pa.array(range(count), pa.int32())
+    if len(places) == count:
+        return every.slice(0, 0)
+    return every.filter(pc.invert(pc.is_in(every, value_set=places)))
 
 
 def _typed(found: pa.Table, source: Enrichment) -> pa.Table:
@@ -278,9 +284,20 @@ def _choose_key(names: list[str], table: TubeTable) -> tuple[str, ...]:
     return tuple(names[: len(table.key)])
 
 
+def _columns(keys: Sequence[str], table: TubeTable) -> list[Sequence[str]]:
+    """Of each column of the key, its values."""
+    if len(table.key) == 1:
+        return [keys]
+    values = list(zip(*(key_of(key, len(table.key)) for key in keys), strict=True))
+    return list(values) if values else [() for _ in table.key]
+
+
 def _array(values: Sequence[str]) -> str:
-    quoted = (value.replace("\\", "\\\\").replace('"', '\\"') for value in values)
-    return "{" + ",".join(f'"{value}"' for value in quoted) + "}"
+    """An array as PostgreSQL reads it. No value has a NUL, so that one may stand between them."""
+    if not values:
+        return "{}"
+    quoted = "\0".join(values).replace("\\", "\\\\").replace('"', '\\"')
+    return '{"' + quoted.replace("\0", '","') + '"}'
 
 
 def _list(values: Any) -> str:

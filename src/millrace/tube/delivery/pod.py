@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection
-from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 import psycopg
 
-from millrace.postgres.quote import ident
+from millrace.postgres.quote import ident, literal
 from millrace.postgres.wire.connect import translated
 from millrace.tube.delivery.tube import Connection, Tube, TubeTable
 
@@ -26,8 +25,11 @@ class TubeChanged(Exception):
     """The tube has other partitions than those it was read by, or is gone."""
 
 
-@dataclass(frozen=True)
-class Pod:
+# A tube has no statistics: without these, it would be sorted as a whole to find its first pods.
+_IN_ORDER = "".join(f"SET LOCAL enable_{way} = off; " for way in ("sort", "seqscan", "bitmapscan"))
+
+
+class Pod(NamedTuple):
     """A row of a tube."""
 
     seq: int
@@ -50,25 +52,35 @@ def fetch_pods(
     partition: int,
     limit: int,
     *,
+    after: int | None = None,
     without: Collection[int] = (),
     without_tables: Collection[int] = (),
 ) -> list[Pod]:
-    """The next pods of a partition, but for these, and those of these tables."""
-    ours = "true"
+    """The next pods of a partition, but for incremental ones up to a number, for these, and for
+    those of these tables."""
+    ours = "true" if after is None else f"(op = 'B', seq) > (false, {after})"
     if without:
         ours += f" AND seq <> ALL ('{{{','.join(map(str, without))}}}')"
     if without_tables:
         ours += f" AND (tbl <> ALL ('{{{','.join(map(str, without_tables))}}}')) IS NOT FALSE"
+    # It also says whether the tube still has these partitions, and so is asked each time.
+    asked = (
+        f"SELECT {ident(tube.schema)}.tube_fetch_sql("
+        f"{literal(tube.name)}, {tube.partitions}, {partition})"
+    )
     with _checked(tube, "reading pods"):
-        row = connection.execute(
-            f"SELECT {ident(tube.schema)}.tube_fetch_sql(%s, %s, %s)".encode(),
-            (tube.name, tube.partitions, partition),
-        ).fetchone()
-        assert row is not None
-        rows = connection.execute(
-            "SELECT seq, op, shard, tbl, coalesce(keys, ids::text[]), payload, ts"
-            f" FROM ({row[0]}) AS pods WHERE {ours} LIMIT {limit}".encode(),
-        ).fetchall()
+        if partition not in tube.fetch_sql:
+            row = connection.execute(asked.encode()).fetchone()
+            assert row is not None
+            tube.fetch_sql[partition] = row[0]
+        cursor = connection.execute(
+            f"{_IN_ORDER} {asked};"
+            " SELECT seq, op, shard, tbl, coalesce(keys, ids::text[]), payload, ts"
+            f" FROM ({tube.fetch_sql[partition]}) AS pods WHERE {ours} LIMIT {limit}".encode(),
+        )
+        while cursor.nextset():
+            pass
+        rows = cursor.fetchall()
     return [Pod(seq, op, shard, tbl, tuple(k), p, at) for seq, op, shard, tbl, k, p, at in rows]
 
 
@@ -78,8 +90,18 @@ def delete_pods(connection: Connection, tube: Tube, partition: int, seqs: Collec
         return
     with _checked(tube, "deleting pods"):
         connection.execute(
-            f"SELECT {ident(tube.schema)}.tube_pods_delete(%s, %s, %s, %s)".encode(),
-            (tube.name, tube.partitions, partition, list(seqs)),
+            f"SELECT {ident(tube.schema)}.tube_pods_delete(%s, %s, %s, %s::bigint[])".encode(),
+            (tube.name, tube.partitions, partition, "{" + ",".join(map(str, seqs)) + "}"),
+        )
+
+
+def rotate(connection: Connection, tube: Tube) -> None:
+    """Truncate what is drained: once there is nothing to do, nobody else would."""
+    here = ident(tube.schema)
+    with _checked(tube, "truncating what is drained"):
+        connection.execute(
+            f"SELECT {here}._tube_rotate_now(id) FROM {here}._tube_tubes WHERE name = %s".encode(),
+            (tube.name,),
         )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import psycopg
@@ -66,12 +67,21 @@ class Tube:
         table, and may be about any that has such ids."""
         if id_ is None:
             return tuple(table for table in self.tables if table.has_ids)
-        return tuple(table for table in self.tables if table.id == id_)
+        return self._by_id.get(id_, ())
 
     def is_at_home(self, table: TubeTable, partition: int) -> bool:
         """Whether a table is delivered by whoever serves this partition. One with a shard of its
         own has one; pods of it in others are of another time, or were put there by hand."""
         return table.is_routed or table.shard % self.partitions == partition
+
+    @cached_property
+    def fetch_sql(self) -> dict[int, str]:
+        """What reads the pods of a partition, as far as somebody has asked for it."""
+        return {}
+
+    @cached_property
+    def _by_id(self) -> dict[int, tuple[TubeTable, ...]]:
+        return {table.id: (table,) for table in self.tables}
 
 
 @contextmanager

@@ -16,7 +16,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 from millrace import failpoint
 from millrace.errors import ConfigError, MillraceError
@@ -31,7 +32,14 @@ from millrace.tube.delivery.holds import Holds
 from millrace.tube.delivery.outlet import Outlet, open_outlet
 from millrace.tube.delivery.owner import give_up, try_own
 from millrace.tube.delivery.plan import Delivery
-from millrace.tube.delivery.pod import Pod, TubeChanged, delete_pods, fetch_pods, forward
+from millrace.tube.delivery.pod import (
+    Pod,
+    TubeChanged,
+    delete_pods,
+    fetch_pods,
+    forward,
+    rotate,
+)
 from millrace.tube.delivery.report import LeaseReporter, WorkerCounts
 from millrace.tube.delivery.tube import Tube, TubeTable, open_reader, read_tube
 
@@ -92,6 +100,13 @@ class _Resting:
     error: MillraceError
 
 
+@dataclass(frozen=True)
+class _Passed:
+    seq: int
+    # When pods are looked for from the first on again.
+    until: float
+
+
 class Worker:
     """One lease."""
 
@@ -111,6 +126,10 @@ class Worker:
         self._resting: dict[int, _Resting] = {}
         self._told = ""
         self._pod_limit = FEW_PODS
+        # How many pods were delivered when drained storage was last truncated for want of work.
+        self._rotated = 0
+        # How far a backlog is delivered, by partition.
+        self._passed: dict[int, _Passed] = {}
         # Tables with dead letters, by id.
         self._with_dead: set[int] = set()
         # Keys of the present batch that became dead letters.
@@ -155,6 +174,9 @@ class Worker:
                 pause, empty = self._limits.least_pause_seconds, 0
                 continue
             empty += 1
+            if self.counts.pods - self._rotated >= FEW_PODS:
+                rotate(self._reader, tube)
+                self._rotated = self.counts.pods
             if self._delivery.until_empty and empty >= EMPTY_LOOKS and self._is_quiet():
                 return WorkerOutcome(self.counts, True, self._has_spread)
             time.sleep(pause)
@@ -236,19 +258,13 @@ class Worker:
 
     def _fetch(self, tube: Tube, partition: int) -> list[Pod]:
         """The next pods that nobody is at work on, and whose sink is there."""
-        now = time.monotonic()
-        pods = fetch_pods(
-            self._reader,
-            tube,
-            partition,
-            self._pod_limit,
-            without=[seq for at, seq in self._collections if at == partition],
-            without_tables=[id_ for id_, rest in self._resting.items() if now < rest.until],
-        )
+        pods = self._fetch_next(tube, partition, self._pod_limit)
         if pods:
             # As many as fill a batch, if the next ones are as large.
             average = max(1, sum(len(pod.keys) for pod in pods) // len(pods))
             self._pod_limit = max(FEW_PODS, min(MANY_PODS, self._limits.batch_ids // average))
+        if not self._collections and not self._resting and self._backfills.is_idle:
+            return pods
         return [
             pod
             for pod in pods
@@ -256,6 +272,31 @@ class Worker:
             and not (self._backfills.is_busy and _is_backfill(pod))
             and not self._is_resting(tube, pod)
         ]
+
+    def _fetch_next(self, tube: Tube, partition: int, limit: int) -> list[Pod]:
+        """From the first pod on, at least every now and then: one with a lower number may have been
+        committed late. In between, from where the last batch of a backlog ended, because what was
+        deleted is still in the index while somebody holds a snapshot."""
+        now = time.monotonic()
+        fetch = partial(
+            fetch_pods,
+            self._reader,
+            tube,
+            partition,
+            limit,
+            without=[seq for at, seq in self._collections if at == partition],
+            without_tables=[id_ for id_, rest in self._resting.items() if now < rest.until],
+        )
+        passed = self._passed.get(partition)
+        if passed is not None and now < passed.until:
+            pods = fetch(after=passed.seq)
+            if len(pods) == limit:
+                return pods
+        pods = fetch()
+        self._passed.pop(partition, None)
+        if len(pods) == limit:
+            self._passed[partition] = _Passed(0, now + LOOK_SECONDS)
+        return pods
 
     def _deliver(self, tube: Tube, partition: int, pods: list[Pod]) -> None:
         """Pods up to the size of a batch, but for those with a key that is in flight elsewhere."""
@@ -282,6 +323,8 @@ class Worker:
         delete_pods(self._reader, tube, partition, [pod.seq for pod in done])
         failpoint.hit("tube.after_delete")
         self.counts.pods += len(done)
+        if done and done[-1].op != "B" and partition in self._passed:
+            self._passed[partition] = replace(self._passed[partition], seq=done[-1].seq)
         if not done:
             time.sleep(self._limits.least_pause_seconds)
 
@@ -558,6 +601,8 @@ def _take(
     tube: Tube, pods: list[Pod], most: int
 ) -> tuple[list[Pod], dict[TubeTable, dict[str, int]]]:
     """Pods up to the size of a batch, and their keys by table, each with its shard."""
+    # By what pods name, so that no table is hashed for each of them.
+    found: dict[int | None, tuple[dict[str, int], ...]] = {}
     shards: dict[TubeTable, dict[str, int]] = {}
     taken: list[Pod] = []
     total = 0
@@ -565,7 +610,10 @@ def _take(
         if taken and total + len(pod.keys) > most:
             break
         taken.append(pod)
-        for table in tube.tables_of(pod.table_id):
-            shards.setdefault(table, {}).update(dict.fromkeys(pod.keys, pod.shard))
+        if pod.table_id not in found:
+            tables = tube.tables_of(pod.table_id)
+            found[pod.table_id] = tuple(shards.setdefault(table, {}) for table in tables)
+        for keys in found[pod.table_id]:
+            keys.update(dict.fromkeys(pod.keys, pod.shard))
             total += len(pod.keys)
     return taken, shards

@@ -52,39 +52,63 @@ BEGIN
     RETURN number;
 END $$;
 
--- The functions through which every pod enters: static statements, a branch for each slot, which a
+-- Branches that put pods into the slot that a variable names; in the statement, {rel} stands for
+-- its table.
+CREATE FUNCTION _tube_branches_sql(tube_id integer, slots integer[], variable text, statement text)
+RETURNS text LANGUAGE sql STABLE AS $$
+    SELECT string_agg(format('%s %s OPERATOR(pg_catalog.=) %s THEN %s', CASE WHEN n = 1 THEN 'IF' ELSE 'ELSIF' END,
+               variable, slot, replace(statement, '{rel}', rel)), E'\n        ' ORDER BY n)
+           || E'\n        END IF;'
+      FROM (SELECT s.slot, _tube_qualified(s.rel) AS rel, row_number() OVER (ORDER BY s.slot) AS n
+              FROM _tube_slots s WHERE s.tube = tube_id AND s.slot = ANY (slots)) x
+$$;
+
+-- Where pods of this size begin in an array. The subqueries hide the numbers from the planner: with
+-- them it would think a custom plan better than the generic one, and plan each statement anew.
+CREATE FUNCTION _tube_starts_sql(total text, size text) RETURNS text
+LANGUAGE sql IMMUTABLE AS $$
+    SELECT format('pg_catalog.generate_series(1, (SELECT %s), (SELECT %s))', total, size)
+$$;
+
+-- The slot that is written to, as an expression of generated functions.
+CREATE FUNCTION _tube_slot_sql(tube_id integer) RETURNS text
+LANGUAGE sql STABLE AS $$
+    SELECT format('pg_catalog.pg_sequence_last_value(%L::pg_catalog.regclass) OPERATOR(pg_catalog.%%) 1000::bigint',
+                  format('%I._tube_%s_slot', current_schema(), tube_id))
+$$;
+
+-- Whether all pods of this session are those of a backfill.
+CREATE FUNCTION _tube_is_backfill_sql() RETURNS text
+LANGUAGE sql IMMUTABLE AS $$
+    SELECT 'pg_catalog.strpos(pg_catalog.current_setting(''application_name''), ''backfill'') OPERATOR(pg_catalog.>) 0'
+$$;
+
+-- The functions through which pods enter: static statements, a branch for each slot, which a
 -- sequence chooses. Slot 0 has control pods. They run as their owner, so nobody needs rights on the
--- tube to touch a row or to backfill; who must not do that can be denied the schema.
+-- tube to touch a row or to backfill; who must not do that can be denied the schema. The op is
+-- checked here: the server would parse a constraint again for each statement.
 CREATE FUNCTION _tube_generate_put(tube _tube_tubes) RETURNS void
 LANGUAGE plpgsql AS $$
 #variable_conflict use_column
 DECLARE
     here text := quote_ident(current_schema());
-    few text;
-    many text;
+    slots integer[] := (SELECT array_agg(s.slot) FROM _tube_slots s WHERE s.tube = tube.id);
 BEGIN
-    -- The last branch is also for a slot that this version of the function does not know yet.
+    -- A slot that this version of the function does not know yet: slot 1.
     -- Operators are qualified: it runs with the rights of its owner and the search path of anybody.
-    SELECT string_agg(format('%s slot OPERATOR(pg_catalog.=) %s THEN INSERT INTO %s (op, shard, ids, payload, keys, tbl)'
-               ' VALUES (op, shard, ids, payload, keys, tbl);', CASE WHEN s.slot = 0 THEN 'IF' ELSE 'ELSIF' END,
-               s.slot, _tube_qualified(s.rel)), E'\n        ' ORDER BY s.slot),
-           string_agg(format('%s slot OPERATOR(pg_catalog.=) %s THEN INSERT INTO %s (op, shard, ids, payload, keys, tbl)'
-               ' SELECT op, shard, CASE WHEN keys IS NULL THEN ids[i : i OPERATOR(pg_catalog.+) size OPERATOR(pg_catalog.-) 1]'
-               ' ELSE ''{}'' END, payload, keys[i : i OPERATOR(pg_catalog.+) size OPERATOR(pg_catalog.-) 1], tbl'
-               ' FROM pg_catalog.generate_series(1, total, size) i;', CASE WHEN s.slot = 0 THEN 'IF' ELSE 'ELSIF' END,
-               s.slot, _tube_qualified(s.rel)), E'\n        ' ORDER BY s.slot)
-      INTO few, many FROM _tube_slots s WHERE s.tube = tube.id;
     EXECUTE format($f$
 CREATE OR REPLACE FUNCTION %1$s._tube_%2$s_put(shard integer, ids bigint[], keys text[], op char,
     payload jsonb, tbl integer, size integer) RETURNS void LANGUAGE plpgsql SECURITY DEFINER AS $put$
 #variable_conflict use_variable
 DECLARE
-    slot integer := pg_catalog.pg_sequence_last_value('%1$s._tube_%2$s_slot'::pg_catalog.regclass)
-                    OPERATOR(pg_catalog.%%) 1000::bigint;
+    slot integer := %6$s;
     total integer := coalesce(pg_catalog.array_length(keys, 1), pg_catalog.array_length(ids, 1), 0);
 BEGIN
-    IF pg_catalog.strpos(pg_catalog.current_setting('application_name'), 'backfill') OPERATOR(pg_catalog.>) 0 THEN
+    IF %7$s THEN
         op := 'B';
+    ELSIF op OPERATOR(pg_catalog.<>) ALL ('{I,U,D,T,B}'::pg_catalog.bpchar[]) THEN
+        RAISE EXCEPTION 'new row for relation "%%" violates check constraint "op"', %8$L
+            USING ERRCODE = 'check_violation';
     END IF;
     IF total OPERATOR(pg_catalog.=) 0 THEN
         slot := 0;
@@ -93,12 +117,17 @@ BEGIN
     END IF;
     IF total OPERATOR(pg_catalog.<=) size THEN
         %3$s
-        END IF;
     ELSE
         %4$s
-        END IF;
     END IF;
-END $put$ $f$, here, tube.id, few, many, (SELECT max(s.slot) FROM _tube_slots s WHERE s.tube = tube.id));
+END $put$ $f$, here, tube.id,
+        _tube_branches_sql(tube.id, slots, 'slot', 'INSERT INTO {rel} (op, shard, ids, payload, keys, tbl)'
+            ' VALUES (op, shard, ids, payload, keys, tbl);'),
+        _tube_branches_sql(tube.id, slots, 'slot', 'INSERT INTO {rel} (op, shard, ids, payload, keys, tbl)'
+            ' SELECT op, shard, CASE WHEN keys IS NULL THEN ids[i : i OPERATOR(pg_catalog.+) size OPERATOR(pg_catalog.-) 1]'
+            ' ELSE ''{}'' END, payload, keys[i : i OPERATOR(pg_catalog.+) size OPERATOR(pg_catalog.-) 1], tbl'
+            ' FROM ' || _tube_starts_sql('total', 'size') || ' i;'),
+        (SELECT max(s) FROM unnest(slots) s), _tube_slot_sql(tube.id), _tube_is_backfill_sql(), tube.name);
     -- Elements side by side: the shard of each id or key, sorted by shard.
     EXECUTE format($f$
 CREATE OR REPLACE FUNCTION %1$s._tube_%2$s_put_routed(shards integer[], ids bigint[], keys text[],
@@ -243,13 +272,19 @@ EXCEPTION WHEN lock_not_available THEN
     RETURN 0;
 END $$;
 
--- After pods were deleted: once in a few seconds at most.
-CREATE FUNCTION _tube_rotate_sometimes(tube_id integer) RETURNS void
+-- After pods were deleted: once in a few seconds, or if they were many.
+CREATE FUNCTION _tube_rotate_sometimes(tube_id integer, deleted integer) RETURNS void
 LANGUAGE plpgsql SECURITY DEFINER AS $$
 BEGIN
-    IF extract(epoch FROM clock_timestamp()) - 5
+    IF deleted >= 5000 OR extract(epoch FROM clock_timestamp()) - 5
        > pg_sequence_last_value(format('%I._tube_%s_slot', current_schema(), tube_id)::regclass) / 1000
     THEN
-        PERFORM tube_rotate((SELECT t.name FROM _tube_tubes t WHERE t.id = tube_id));
+        PERFORM _tube_rotate_now(tube_id);
     END IF;
 END $$;
+
+-- For whoever drains a tube: tube_rotate itself, with limits to choose, is not for everybody.
+CREATE FUNCTION _tube_rotate_now(tube_id integer) RETURNS void
+LANGUAGE sql SECURITY DEFINER AS $$
+    SELECT tube_rotate(t.name) FROM _tube_tubes t WHERE t.id = tube_id
+$$;

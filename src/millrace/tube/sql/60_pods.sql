@@ -53,12 +53,28 @@ DECLARE
     deleted integer;
 BEGIN
     PERFORM _tube_check_partitions(u, partitions, 'Cannot delete pods');
-    EXECUTE format('DELETE FROM %s WHERE seq = ANY ($1) AND %s', _tube_qualified(u.rel),
-                   _tube_partition_sql(u.partitions, partition)) USING seqs;
-    GET DIAGNOSTICS deleted = ROW_COUNT;
-    IF deleted > 0 THEN
-        PERFORM _tube_rotate_sometimes(u.id);
+    -- Those of backfills come last.
+    deleted := _tube_delete(u, partition, seqs, '(op = ''B'') IS FALSE');
+    IF deleted < cardinality(seqs) THEN
+        deleted := deleted + _tube_delete(u, partition, seqs, 'op = ''B''');
     END IF;
+    IF deleted > 0 THEN
+        PERFORM _tube_rotate_sometimes(u.id, deleted);
+    END IF;
+    RETURN deleted;
+END $$;
+
+-- By a range of the index, whatever else is in the slots. The array is joined: as a condition it would
+-- be estimated, for each slot, one element after the other.
+CREATE FUNCTION _tube_delete(u _tube_tubes, partition integer, seqs bigint[], kind text) RETURNS integer
+LANGUAGE plpgsql AS $$
+DECLARE
+    deleted integer;
+BEGIN
+    EXECUTE format('DELETE FROM %s t USING unnest($1) s WHERE t.seq = s AND t.seq BETWEEN $2 AND $3 AND %s AND %s',
+                   _tube_qualified(u.rel), _tube_partition_sql(u.partitions, partition), kind)
+      USING seqs, (SELECT min(s) FROM unnest(seqs) s), (SELECT max(s) FROM unnest(seqs) s);
+    GET DIAGNOSTICS deleted = ROW_COUNT;
     RETURN deleted;
 END $$;
 

@@ -207,7 +207,7 @@ def _refuse(context: typer.Context, *names: str) -> None:
     found = [f"--{name}" for name, one in sources.items() if one and one.name == "COMMANDLINE"]
     if found:
         raise ConfigError(
-            f"{', '.join(found)} can't stand beside --config",
+            f"{', '.join(found)} can't be used with --config",
             hint="the file says what each tube is delivered with",
         )
 

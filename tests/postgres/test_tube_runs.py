@@ -359,6 +359,6 @@ def test_the_tubes_of_a_file_are_delivered_by_one_program(
     counts = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
     assert (counts["tube_a"]["deleted"], counts["tube_b"]["ids"]) == (1, 0)
     refused = CliRunner().invoke(app, [*run, "--tube", "tube_a", "--workers", "2"]).exception
-    assert str(refused) == "--tube, --workers can't stand beside --config"
+    assert str(refused) == "--tube, --workers can't be used with --config"
     refused = CliRunner().invoke(app, ["tube", "run", "--tube", "tube_a"]).exception
     assert str(refused) == "--enrich, --sink are missing"

@@ -17,6 +17,7 @@ from dataclasses import asdict
 from millrace.clone.directory import read_setup
 from millrace.clone.progress import Progress
 from millrace.clone.ready import has_every_row, is_finished
+from millrace.consolidate.extension import create_extensions
 from millrace.consolidate.registry import Registry, SourceRecord, SourceState
 from millrace.consolidate.settings import SourceSettings
 from millrace.engine import Engine
@@ -178,6 +179,7 @@ class SourceRun:
         restarts = (begun or read_stream(settings.directory) is not None) and not resumes
         if restarts:
             log.warning("the base copy was interrupted, and is made anew")
+        create_extensions(settings.route)
         asked = settings.clone(resume=resumes, restart=restarts)
         slot = prepare_clone(asked, settings.slot)
         stream = Stream(settings.follow(), self._engine, name=self.name)

@@ -498,6 +498,17 @@ def test_tables_of_several_workers(pair: StreamPair) -> None:
             drop_position(pair.target, name)
 
 
+def test_a_batch_holds_no_more_of_the_sources_time_than_asked(pair: StreamPair) -> None:
+    pair.begin(ACCOUNT)
+    pair.run(*(f"INSERT INTO account VALUES ({i}, 'x', 0)" for i in range(5)))
+    pair.receive()
+    assert pair.apply(batch_seconds=0.0).batches == 5
+    pair.run(*(f"UPDATE account SET balance = {i} WHERE id = 1" for i in range(5)))
+    pair.receive()
+    assert pair.apply(batch_seconds=3600.0).batches == 1
+    pair.assert_equal()
+
+
 def test_rows_are_looked_up_by_key(pair: StreamPair) -> None:
     """Also where the planner would read the whole table."""
     rows = "INSERT INTO account SELECT i, 'o' || i, 0 FROM generate_series(1, 20000) i"

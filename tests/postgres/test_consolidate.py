@@ -21,16 +21,19 @@ from millrace.consolidate.check import check_all
 from millrace.consolidate.comparison import compare_sources
 from millrace.consolidate.config import Consolidation, read_config
 from millrace.consolidate.control import pause, resume, resync, wait
+from millrace.consolidate.foreign_key_index import ForeignKeyIndexes, read_missing
 from millrace.consolidate.registry import SourceState, source_directory
 from millrace.consolidate.remove import remove_source
-from millrace.consolidate.run import Consolidator
+from millrace.consolidate.run import Consolidator, Service
 from millrace.consolidate.status import SourceStatus, read_status
-from millrace.errors import ApplyError, PreflightError, WorkDirError
+from millrace.errors import ApplyError, PreflightError, ServerError, WorkDirError
 from millrace.follow.bound_copy import read_stream
 from millrace.follow.slot import cleanup
 from millrace.log import LogSettings
 from millrace.postgres.program.embedded import Cluster
 from millrace.postgres.wire.connect import connect
+from millrace.postgres.wire.slot import read_slot
+from millrace.postgres.wire.wal_end import read_end
 
 MORE = """
 CREATE INDEX transfer_plain ON transfer (amount);
@@ -67,10 +70,12 @@ class Warehouse:
         self.path.write_text("\n".join(lines))
 
     @contextmanager
-    def running(self) -> Iterator[None]:
+    def running(self, service: Service = Service.BOTH) -> Iterator[None]:
         """`consolidate run`, on a thread."""
         stop = threading.Event()
-        consolidator = Consolidator(self.path, self.directory, self.engine, LogSettings())
+        consolidator = Consolidator(
+            self.path, self.directory, self.engine, LogSettings(), service=service
+        )
         failures: list[BaseException] = []
 
         def run() -> None:
@@ -290,6 +295,55 @@ def test_a_source_is_added_resynced_and_removed_while_the_others_are_followed(
         run_sql(late, "INSERT INTO seat VALUES (77, 77)")
         warehouse.wait()
     warehouse.assert_equal()
+
+
+def test_one_service_receives_and_another_applies(warehouse: Warehouse) -> None:
+    shop = warehouse.sources["shop"]
+    with warehouse.running(Service.REPLAY):
+        with warehouse.running(Service.RECEIVE):
+            warehouse.wait()
+            run_sql(shop, "INSERT INTO seat VALUES (60, 60)")
+            warehouse.wait()
+            assert warehouse.query("SELECT 1 FROM shop_public.seat WHERE id = 60") == [(1,)]
+        run_sql(shop, "INSERT INTO seat VALUES (61, 61)")
+        with pytest.raises(ServerError, match="not yet applied: shop"):
+            wait(warehouse.config, warehouse.directory, timeout_seconds=1)
+    with warehouse.running(Service.RECEIVE):
+        setup = read_stream(source_directory(warehouse.directory, "shop"))
+        assert setup is not None
+        with connect(Dsn.parse(shop), "test") as connection:
+            end = read_end(connection)
+            # The source can let go of it, although nobody applies.
+            wait_for(lambda: read_slot(connection, setup.slot_name).confirmed_lsn >= end)
+    with warehouse.running():
+        warehouse.wait()
+    warehouse.assert_equal()
+
+
+def test_foreign_keys_get_their_indexes_while_all_is_quiet(warehouse: Warehouse) -> None:
+    key = "ALTER TABLE transfer ADD CONSTRAINT to_whom FOREIGN KEY (target) REFERENCES account"
+    run_sql(warehouse.sources["shop"], key)
+    warehouse.sources = {"shop": warehouse.sources["shop"]}
+    warehouse.write()
+    with warehouse.running():
+        warehouse.wait()
+    target, schemas = Dsn.parse(warehouse.target), {"shop_public", "shop_audit"}
+    busy = ForeignKeyIndexes(target, lambda: schemas, lambda: False)
+    assert busy.build_missing() == 0
+    asked = iter([True])
+    given_up = ForeignKeyIndexes(target, lambda: schemas, lambda: next(asked, False))
+    with psycopg.connect(warehouse.target) as writer:
+        # A build waits for whoever writes, so it is under way when a source lags.
+        writer.execute("LOCK TABLE shop_public.transfer IN ROW EXCLUSIVE MODE")
+        assert given_up.build_missing() == 0
+    invalid = "SELECT indexrelid::regclass::text FROM pg_index WHERE NOT indisvalid"
+    assert warehouse.query(invalid) == [("shop_public.millrace_fk_to_whom",)]
+    quiet = ForeignKeyIndexes(target, lambda: schemas, lambda: True)
+    assert quiet.build_missing() == 1
+    assert warehouse.query(invalid) == []
+    with connect(target, "test") as connection:
+        assert read_missing(connection, schemas) == []
+    assert quiet.build_missing() == 0
 
 
 def test_every_problem_of_every_server_is_reported_at_once(warehouse: Warehouse) -> None:

@@ -110,6 +110,8 @@ class ApplyTask:
     # How long it stays without any change.
     stay_seconds: float = STAY_SECONDS
     batch_bytes: int = BATCH_BYTES
+    # A batch ends before it would hold more of the source's time than this; None for any.
+    batch_seconds: float | None = None
     chunk_bytes: int = CHUNK_BYTES
     on_conflict: OnConflict = OnConflict.STOP
     left: Exclusions = field(default_factory=Exclusions)
@@ -319,12 +321,26 @@ class _Run:
     def _plan(self, lsn: int, until: int | None) -> Range | None:
         """The next range; it does not reach across a position from which on a table's changes
         count."""
-        found = self._spool.plan(lsn, self._task.batch_bytes, until)
+        found = self._within_seconds(lsn, self._spool.plan(lsn, self._task.batch_bytes, until))
         for cut in cuts(self._tables, lsn):
             if found is not None and found.end_lsn > cut:
                 before = self._spool.plan(lsn, self._task.batch_bytes, cut)
                 if before is not None:
                     return before
+        return found
+
+    def _within_seconds(self, lsn: int, found: Range | None) -> Range | None:
+        """The range, or as much of it as was committed within the seconds that a batch may hold;
+        one transaction at least."""
+        limit = self._task.batch_seconds
+        if limit is None or found is None or found.transactions == 1:
+            return found
+        first = self._spool.plan(lsn, 1, found.end_lsn)
+        assert first is not None
+        size = found.bytes
+        while found.committed_at - first.committed_at > limit * 1e6 and found.transactions > 1:
+            size //= 2
+            found = self._spool.plan(lsn, size, found.end_lsn) or first
         return found
 
     @property

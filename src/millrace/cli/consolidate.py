@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -14,10 +15,12 @@ from rich.text import Text
 
 from millrace.cli import options
 from millrace.cli.display import console, render_seconds
+from millrace.clone.preflight import raise_problems
 from millrace.config.size import render_size
 from millrace.consolidate.config import read_config
 from millrace.consolidate.status import SourceStatus, read_status, require_begun
 from millrace.errors import ConfigError, MismatchError, PreflightError
+from millrace.follow.settings import LOOPBACK
 from millrace.log import LogSettings, setup_logging
 from millrace.postgres.wire.connect import resolve
 from millrace.spark.session import Engine, default_master, parse_conf
@@ -43,44 +46,73 @@ DEFAULT_CONFIG = Path("sources.toml")
 COPY_SLOTS = 5
 
 
-@app.command("run")
-def run(
-    config: Config = DEFAULT_CONFIG,
-    directory: options.Directory = options.DEFAULT_DIRECTORY,
-    master: options.Master = "",
-    conf: options.Conf = [],  # noqa: B006
-    metrics_port: options.MetricsPort = None,
-    metrics_host: options.MetricsHost = "127.0.0.1",
-    verbose: options.Verbose = 0,
-    quiet: options.Quiet = False,
-    log_json: options.LogJson = False,
-) -> None:
-    """Copy every source that is not copied, then follow all of them, until stopped.
+def _service(service: str, doc: str) -> Callable[..., None]:
+    """A command that works for all sources until it is stopped."""
 
-    Each source has a state of its own (`millrace consolidate status`) and fails alone. Stop it with
-    Ctrl-C and start it again as often as you like. Sources that are added to the file while it runs
-    are begun within seconds.
+    def run(
+        config: Config = DEFAULT_CONFIG,
+        directory: options.Directory = options.DEFAULT_DIRECTORY,
+        master: options.Master = "",
+        conf: options.Conf = [],  # noqa: B006
+        metrics_port: options.MetricsPort = None,
+        metrics_host: options.MetricsHost = LOOPBACK,
+        verbose: options.Verbose = 0,
+        quiet: options.Quiet = False,
+        log_json: options.LogJson = False,
+    ) -> None:
+        from millrace.consolidate.run import Consolidator, Service
+        from millrace.follow.metrics import serve_metrics
 
-    Exit codes: 2 the file is wrong, 4 work directory.
-    """
-    from millrace.consolidate.run import Consolidator
-    from millrace.follow.metrics import serve_metrics
+        setup_logging(verbose=verbose, quiet=quiet, as_json=log_json)
+        slots = read_config(config).apply_jobs + COPY_SLOTS
+        spark = master or default_master(slots)
+        with (
+            Engine(spark, parse_conf(conf), directory / "spark.log", streams=True) as engine,
+            serve_metrics(metrics_port, metrics_host) as metrics,
+        ):
+            consolidator = Consolidator(
+                config,
+                directory,
+                engine,
+                LogSettings(verbose, quiet, log_json),
+                service=Service(service),
+                on_progress=metrics.update,
+            )
+            consolidator.run(threading.Event())
 
-    setup_logging(verbose=verbose, quiet=quiet, as_json=log_json)
-    slots = read_config(config).apply_jobs + COPY_SLOTS
-    log_path = directory / "spark.log"
-    with (
-        Engine(master or default_master(slots), parse_conf(conf), log_path, streams=True) as engine,
-        serve_metrics(metrics_port, metrics_host) as metrics,
-    ):
-        consolidator = Consolidator(
-            config,
-            directory,
-            engine,
-            LogSettings(verbose, quiet, log_json),
-            on_progress=metrics.update,
-        )
-        consolidator.run(threading.Event())
+    run.__doc__ = doc
+    return run
+
+
+app.command("run")(
+    _service(
+        "run",
+        """Copy every source that is not copied, then follow all of them, until stopped.
+
+        Each source has a state of its own (`millrace consolidate status`) and fails alone. Stop it
+        with Ctrl-C and start it again as often as you like. Sources that are added to the file
+        while it runs are begun within seconds.
+
+        Exit codes: 2 the file is wrong, 4 work directory.
+        """,
+    )
+)
+app.command("receive")(
+    _service(
+        "receive",
+        """Only receive the changes of every source that is copied, until stopped.
+
+        For two services in the place of `run`: this one, and `millrace consolidate replay` in the
+        same --dir. So the sources let go of their WAL also while nothing is applied.
+        """,
+    )
+)
+app.command("replay")(
+    _service(
+        "replay",
+        """Copy every source that is not copied, and apply what `consolidate receive` receives.""",
+    )
+)
 
 
 @app.command("check")
@@ -226,6 +258,46 @@ def _parse_target(what: str, sources: object) -> tuple[str, set[tuple[str, str]]
                 schema, table = "public", schema
             return name, {(schema, table)}
     raise ConfigError(f"there is no source in {what}", hint=f"sources are: {', '.join(names)}")
+
+
+@app.command("add")
+def add(
+    source: SourceName,
+    config: Config = DEFAULT_CONFIG,
+    directory: options.Directory = options.DEFAULT_DIRECTORY,
+) -> None:
+    """Check a source that was added to the file, and wait until a running process has begun it.
+
+    The others are followed meanwhile. Exit code 3 if a server is not ready for it.
+    """
+    from millrace.consolidate.check import check_all
+    from millrace.consolidate.control import wait_until_begun
+
+    consolidation = read_config(config)
+    consolidation.require(source)
+    found = [one for one in check_all(consolidation, directory) if one.source == source]
+    problems = [one.problem for one in found if not one.problem.is_warning]
+    raise_problems(problems)
+    if wait_until_begun(directory, source):
+        console().print(Text(f"source {source} is begun; `consolidate status` shows its state"))
+    else:
+        console().print(Text("no process runs it: millrace consolidate run begins it"))
+
+
+@app.command("prepare")
+def prepare(
+    config: Config = DEFAULT_CONFIG,
+    directory: options.Directory = options.DEFAULT_DIRECTORY,
+) -> None:
+    """Make on the sources what must be there before their slots: publications.
+
+    `run` does so by itself; this is for those who want to see beforehand that it is possible.
+    Nothing is made on a source that was begun.
+    """
+    from millrace.consolidate.prepare import prepare_sources
+
+    for name, line in prepare_sources(read_config(config), directory):
+        console().print(Text(f"{name}: {line}"))
 
 
 @app.command("remove")

@@ -26,6 +26,7 @@ from millrace.name import NAME_BYTES
 _SLOT: Final = re.compile(r"[a-z0-9_]{1,63}")
 _SLOT_PREFIX: Final = "millrace_"
 MOST_APPLY_JOBS: Final = 512
+MOST_BATCH_SECONDS: Final = 24 * 3600
 
 
 class Views(StrEnum):
@@ -70,6 +71,8 @@ class Consolidation:
     target: Dsn
     sources: Mapping[str, SourceConfig]
     apply_jobs: int = 4
+    # So much of a source's time is one transaction of the target at the most.
+    batch_seconds: int = 30
     # Roles that may read every consolidated table.
     readers: tuple[str, ...] = ()
     path: Path = field(default=Path("sources.toml"), compare=False)
@@ -101,6 +104,7 @@ def parse_config(found: Mapping[str, Any], path: Path) -> Consolidation:
     target = reader.take("target", _dsn("target"), required=True)
     apply_jobs = reader.take("apply_jobs", _number(1, MOST_APPLY_JOBS), 4)
     readers = reader.take("readers", _strings, ())
+    batch_seconds = reader.take("batch_seconds", _number(1, MOST_BATCH_SECONDS), 30)
     sources = {
         name: _source(name, reader.inner(f"source.{name}", table), path.parent)
         for name, table in reader.take("source", _tables, {}).items()
@@ -116,7 +120,7 @@ def parse_config(found: Mapping[str, Any], path: Path) -> Consolidation:
             hint="docs/reference/consolidate.md lists every key",
             problems=problems,
         )
-    return Consolidation(target, sources, apply_jobs, readers, path)
+    return Consolidation(target, sources, apply_jobs, batch_seconds, readers, path)
 
 
 def _source(name: str, reader: _Reader, folder: Path) -> SourceConfig:

@@ -16,6 +16,7 @@ from millrace.clone.ready import is_finished
 from millrace.consolidate.config import Consolidation
 from millrace.consolidate.registry import Registry, SourceState, source_directory
 from millrace.consolidate.settings import SourceSettings, source_settings
+from millrace.consolidate.status import read_records
 from millrace.errors import ApplyError, ServerError, WorkDirError
 from millrace.follow.bound_copy import read_stream
 from millrace.follow.table_sync.resync import queue_tables
@@ -29,6 +30,8 @@ from millrace.workdir.sentinel import Sentinel
 from millrace.workdir.sync_request import SyncRequest, read_requests
 
 POLL_SECONDS = 0.2
+# A running process looks at the file every two seconds.
+BEGIN_SECONDS = 60.0
 
 
 def pause(directory: Path, name: str) -> None:
@@ -44,6 +47,21 @@ def resume(directory: Path, name: str) -> None:
         registry.require(name)
         registry.set_paused(name, False)
         registry.ask_retry(name)
+
+
+def wait_until_begun(directory: Path, name: str) -> bool:
+    """Whether a running process has begun the source; False if none runs."""
+    deadline = time.monotonic() + BEGIN_SECONDS
+    while read_holder(directory) is not None:
+        if name in read_records(directory):
+            return True
+        if time.monotonic() > deadline:
+            raise ServerError(
+                f"source {name} is not begun after {BEGIN_SECONDS:.0f} s",
+                hint="the log of `millrace consolidate run` says why",
+            )
+        time.sleep(POLL_SECONDS)
+    return False
 
 
 def settings_of(consolidation: Consolidation, directory: Path, name: str) -> SourceSettings:

@@ -10,18 +10,25 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
+from enum import StrEnum
+from functools import partial
 from pathlib import Path
 
 from millrace.consolidate.config import SourceConfig, read_config
+from millrace.consolidate.foreign_key_index import ForeignKeyIndexes
 from millrace.consolidate.plan import SourcePlan, read_plan
 from millrace.consolidate.readers import grant_to_readers
+from millrace.consolidate.receive_run import ReceiveRun
 from millrace.consolidate.registry import Registry, SourceRecord, SourceState
 from millrace.consolidate.settings import SourceSettings, source_settings
 from millrace.consolidate.source_run import SourceRun
+from millrace.consolidate.source_thread import SourceThread
 from millrace.consolidate.turns import SharedEngine, Turns
 from millrace.engine import Engine
 from millrace.errors import ConfigError, MillraceError, WorkDirError
-from millrace.follow.progress import FollowProgress
+from millrace.follow.feed import FeedKind
+from millrace.follow.progress import NEAR_SECONDS, FollowProgress
 from millrace.log import LogSettings
 from millrace.name import Naming
 from millrace.postgres.wire.connect import connect, resolve
@@ -35,6 +42,17 @@ LOOK_SECONDS = 2.0
 COPIES_AT_ONCE = 1
 
 
+class Service(StrEnum):
+    """What a process does for the sources."""
+
+    # Base copies, receiving and applying.
+    BOTH = "run"
+    # Receiving what is copied.
+    RECEIVE = "receive"
+    # Base copies, and applying what another process receives.
+    REPLAY = "replay"
+
+
 class Consolidator:
     """All sources of one file."""
 
@@ -45,24 +63,35 @@ class Consolidator:
         engine: Engine,
         log_settings: LogSettings,
         *,
+        service: Service = Service.BOTH,
         on_progress: Callable[[FollowProgress], None] = lambda progress: None,
     ) -> None:
         self._path = path
         self._directory = directory
         self._log = log_settings
+        self._service = service
         self._on_progress = on_progress
         self._consolidation = read_config(path)
         self._of_the_process = (self._consolidation.target, self._consolidation.apply_jobs)
         self._problem = ""
         self._engine = SharedEngine(engine, Turns(self._consolidation.apply_jobs))
         self._copies = threading.Semaphore(COPIES_AT_ONCE)
-        self._runs: dict[str, SourceRun] = {}
+        self._runs: dict[str, SourceThread] = {}
         self._target = resolve(self._consolidation.target)
 
     def run(self, stop: threading.Event) -> None:
         """Until `stop`."""
-        with open_lock(self._directory), Registry(self._directory) as registry:
-            self._engine.start()
+        receives = self._service is Service.RECEIVE
+        # Two services may have one directory, and two of a kind may not.
+        place = self._directory / Service.RECEIVE if receives else self._directory
+        with open_lock(place), Registry(self._directory) as registry, ExitStack() as stack:
+            if not receives:
+                self._engine.start()
+                indexes = ForeignKeyIndexes(
+                    self._target, partial(followed_schemas, registry), partial(is_quiet, registry)
+                )
+                stack.callback(indexes.stop)
+                indexes.start()
             try:
                 while True:
                     self._look(registry)
@@ -118,20 +147,27 @@ class Consolidator:
 
     def _begin(self, registry: Registry, source: SourceConfig, record: SourceRecord | None) -> None:
         if record is None:
+            if self._service is Service.RECEIVE:
+                return  # whoever copies it makes the plan
             plan = self._plan(registry, source)
             registry.add(source.name, resolve(source.dsn).identity(), plan)
-        name = source.name
-        run = SourceRun(
+        run = self._runs[source.name] = self._thread(source.name, registry)
+        run.start()
+
+    def _thread(self, name: str, registry: Registry) -> SourceThread:
+        if self._service is Service.RECEIVE:
+            return ReceiveRun(name, self._settings, registry)
+        is_fed = self._service is Service.REPLAY
+        return SourceRun(
             name,
             self._settings,
             self._engine,
             registry,
             copies=self._copies,
+            feed=FeedKind.OTHER_PROCESS if is_fed else FeedKind.RECEIVER,
             on_progress=self._on_progress,
             on_copied=self._grant,
         )
-        self._runs[name] = run
-        run.start()
 
     def _plan(self, registry: Registry, source: SourceConfig) -> SourcePlan:
         with connect(resolve(source.dsn), "consolidate") as connection:
@@ -156,6 +192,27 @@ class Consolidator:
         if is_known:
             registry.enter(name, SourceState.FAILED, error.message, error.hint)
         log.error("source %s: %s%s", name, error, f" ({error.hint})" if error.hint else "")
+
+
+def followed_schemas(registry: Registry) -> set[str]:
+    """The target's schemas of sources whose base copy is made."""
+    return {
+        schema
+        for record in registry.read().values()
+        if record.state is not SourceState.COPYING and not record.is_removed
+        for schema in record.plan.naming.schemas.values()
+    }
+
+
+def is_quiet(registry: Registry) -> bool:
+    """Whether every source is followed and none is behind."""
+    records = registry.read().values()
+    return bool(records) and all(
+        record.state is SourceState.FOLLOWING
+        and record.progress.get("lag_seconds") is not None
+        and record.progress["lag_seconds"] <= NEAR_SECONDS
+        for record in records
+    )
 
 
 def require_same(source: SourceConfig, record: SourceRecord) -> None:

@@ -31,6 +31,7 @@ class SourceSettings:
     name: str
     route: Route
     slot: SlotSettings
+    batch_seconds: float
     log: LogSettings
 
     @property
@@ -55,6 +56,7 @@ class SourceSettings:
             self.route,
             apply_jobs=1,
             one_by_one=one_by_one,
+            batch_seconds=self.batch_seconds,
             # Others wait for the worker.
             stay_seconds=0.0,
             left=read_left(self.route.source, self.route.filters),
@@ -78,4 +80,5 @@ def source_settings(
         plan.naming,
         plan.filters(source),
     )
-    return SourceSettings(source.name, route, SlotSettings(source.slot, source.plugin), log)
+    slot = SlotSettings(source.slot, source.plugin)
+    return SourceSettings(source.name, route, slot, consolidation.batch_seconds, log)

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict
 
 from millrace.clone.directory import read_setup
@@ -20,14 +20,14 @@ from millrace.clone.ready import has_every_row, is_finished
 from millrace.consolidate.extension import create_extensions
 from millrace.consolidate.registry import Registry, SourceRecord, SourceState
 from millrace.consolidate.settings import SourceSettings
+from millrace.consolidate.source_thread import SourceThread
 from millrace.engine import Engine
 from millrace.errors import ApplyError, FormatError, InvariantError, MillraceError, as_bug
 from millrace.follow.bound_copy import read_stream
 from millrace.follow.clone_follow import clone_for, prepare_clone
-from millrace.follow.feed import open_receiver, watched
+from millrace.follow.feed import FeedKind, open_receiver, watched
 from millrace.follow.progress import FollowProgress
 from millrace.follow.stream import Stream
-from millrace.log import logged_as
 from millrace.receive.process import Receiver
 from millrace.retry import is_transient
 from millrace.workdir.sentinel import Sentinel
@@ -52,8 +52,8 @@ class _Halted(Exception):
         self.cause = cause
 
 
-class SourceRun:
-    """One source; `start` it, `stop` it. What it meets is in the registry, and never raised."""
+class SourceRun(SourceThread):
+    """One source. What it meets is in the registry, and never raised."""
 
     def __init__(
         self,
@@ -63,57 +63,34 @@ class SourceRun:
         registry: Registry,
         *,
         copies: threading.Semaphore,
+        feed: FeedKind = FeedKind.RECEIVER,
         on_progress: Callable[[FollowProgress], None] = lambda progress: None,
         on_copied: Callable[[SourceSettings], None] = lambda settings: None,
     ) -> None:
-        """`find_settings` may ask servers. `copies`: so many base copies at once."""
-        self.name = name
+        """`find_settings` may ask servers. `copies`: so many base copies at once. `feed`: who
+        receives once it is copied."""
+        super().__init__(name, registry)
+        self._feed = feed
         self._find_settings = find_settings
         self._engine = engine
-        self._registry = registry
         self._copies = copies
         self._on_progress = on_progress
         self._on_copied = on_copied
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"source {name}", daemon=True)
         self._noted_at = 0.0
-        self._stream: Stream | None = None
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def stop(self) -> None:
-        """End after what is under way; `join` waits for it."""
-        self._stopping.set()
-
-    def join(self) -> None:
-        if self._thread.ident is not None:
-            self._thread.join()
-
-    @property
-    def is_alive(self) -> bool:
-        return self._thread.is_alive()
 
     def _run(self) -> None:
         pause = FIRST_PAUSE_SECONDS
-        with logged_as(self.name):
-            while not self._is_over():
-                began = time.monotonic()
-                try:
-                    with as_bug(f"source {self.name}"):
-                        self._live()
-                except (MillraceError, OSError, MemoryError) as error:
-                    self._fail(error)
-                    if time.monotonic() - began > 2 * MOST_PAUSE_SECONDS:
-                        pause = FIRST_PAUSE_SECONDS
-                    self._wait_for_retry(pause if _may_pass(error) else None)
-                    pause = min(2 * pause, MOST_PAUSE_SECONDS)
-
-    def _is_over(self) -> bool:
-        return self._stopping.is_set() or self._record().is_removed
-
-    def _record(self) -> SourceRecord:
-        return self._registry.require(self.name)
+        while not self._is_over():
+            began = time.monotonic()
+            try:
+                with as_bug(f"source {self.name}"):
+                    self._live()
+            except (MillraceError, OSError, MemoryError) as error:
+                self._fail(error)
+                if time.monotonic() - began > 2 * MOST_PAUSE_SECONDS:
+                    pause = FIRST_PAUSE_SECONDS
+                self._wait_for_retry(pause if _may_pass(error) else None)
+                pause = min(2 * pause, MOST_PAUSE_SECONDS)
 
     def _fail(self, error: Exception) -> None:
         hint = getattr(error, "hint", "")
@@ -129,18 +106,28 @@ class SourceRun:
                     return
                 self._stopping.wait(POLL_SECONDS)
 
-    def _receiving(self) -> AbstractContextManager[None]:
-        """Of a source that is copied; one that can't be received says so in the log."""
-        record = self._record()
+    @contextmanager
+    def _receiving(self) -> Iterator[None]:
+        """Receive a source that is copied, as far as it can be."""
+        receiver = self._find_receiver()
+        if receiver is None:
+            yield
+            return
+        with receiving(receiver), watched(receiver):
+            yield
+
+    def _find_receiver(self) -> Receiver | None:
+        if self._feed is not FeedKind.RECEIVER:
+            return None
         try:
-            settings = self._find_settings(record)
+            settings = self._find_settings(self._record())
             setup = read_stream(settings.directory)
             if setup is None or not is_finished(settings.directory):
-                return nullcontext()
-            return _started(open_receiver(settings.follow(), setup, self.name))
+                return None
+            return open_receiver(settings.follow(), setup, self.name)
         except MillraceError as error:
             log.debug("%s", error)
-            return nullcontext()
+            return None
 
     def _live(self) -> None:
         """Until it is told to stop; raises what it can't live with."""
@@ -194,7 +181,7 @@ class SourceRun:
         nothing left."""
         with Sentinel(settings.directory) as sentinel:
             sentinel.set_apply(not self._record().is_paused)
-            stream = Stream(settings.follow(one_by_one=one_by_one), self._engine, name=self.name)
+            stream = self._open_stream(settings, one_by_one=one_by_one)
             try:
                 self._registry.take_retry(self.name)
                 state = stream.open()
@@ -213,13 +200,17 @@ class SourceRun:
                     raise _Halted(stream.failure)
                 raise stream.failure
 
+    def _open_stream(self, settings: SourceSettings, *, one_by_one: bool = False) -> Stream:
+        follow = settings.follow(one_by_one=one_by_one)
+        return Stream(follow, self._engine, name=self.name, feed=self._feed)
+
     def _halt(self, settings: SourceSettings, cause: MillraceError) -> None:
         """Receive, and apply nothing, until somebody has mended what is wrong."""
         log.error("halted: %s%s", cause, f" ({cause.hint})" if cause.hint else "")
         self._registry.enter(self.name, SourceState.HALTED, cause.message, cause.hint)
         with Sentinel(settings.directory) as sentinel:
             sentinel.set_apply(False)
-            stream = Stream(settings.follow(), self._engine, name=self.name)
+            stream = self._open_stream(settings)
             try:
                 state = stream.open()
                 while state.is_running and not self._is_over():
@@ -245,12 +236,11 @@ class SourceRun:
 
 
 @contextmanager
-def _started(receiver: Receiver) -> Iterator[None]:
+def receiving(receiver: Receiver) -> Iterator[None]:
     """A receiver alone, for as long as nothing can be applied."""
     receiver.start()
     try:
-        with watched(receiver):
-            yield
+        yield
     finally:
         receiver.stop()
 

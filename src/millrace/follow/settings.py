@@ -56,6 +56,8 @@ class FollowSettings(RouteSettings):
     # One target transaction for each of the source, so that all before a change that can't be
     # applied is there.
     one_by_one: bool = False
+    # So much of the source's time goes into one target transaction at the most; None for any.
+    batch_seconds: float | None = None
     # How long a task that has caught up waits for more, before others have its place.
     stay_seconds: float = 2.0
     left: Exclusions = field(default_factory=Exclusions)

@@ -78,6 +78,7 @@ def open_catchup(
         on_conflict=settings.on_conflict,
         left=settings.left,
         stay_seconds=settings.stay_seconds,
+        batch_seconds=settings.batch_seconds,
         naming=settings.naming,
         # Executors elsewhere have no such directory.
         directory=settings.directory if engine.is_local else None,

@@ -68,6 +68,8 @@ class SourceState(StrEnum):
     HALTED = "halted"
     # It can be neither copied nor received, or its target is away.
     FAILED = "failed"
+    # Removed, and still in the file: it is not begun again as long as it is there.
+    REMOVED = "removed"
 
     @property
     def is_well(self) -> bool:
@@ -180,6 +182,11 @@ class Registry:
     def set_removed(self, name: str) -> None:
         """The source is to be given up, by the process that runs it."""
         self._write("UPDATE source SET removed = 1 WHERE name = ?", name)
+
+    def note_removed(self, name: str) -> None:
+        """Nothing is left of the source but this note."""
+        self._write("UPDATE source SET progress = '{}', paused = 0 WHERE name = ?", name)
+        self.enter(name, SourceState.REMOVED)
 
     def forget(self, name: str) -> None:
         self._write("DELETE FROM source WHERE name = ?", name)

@@ -117,6 +117,9 @@ class Consolidator:
                 self._begin(registry, source, record)
             except MillraceError as error:
                 self._refuse(registry, name, error, is_known=record is not None)
+        for name, record in known.items():
+            if record.state is SourceState.REMOVED and name not in self._consolidation.sources:
+                registry.forget(name)
         for name in self._runs.keys() - self._consolidation.sources.keys():
             run = self._runs.pop(name)
             log.warning(
@@ -206,7 +209,7 @@ def followed_schemas(registry: Registry) -> set[str]:
 
 def is_quiet(registry: Registry) -> bool:
     """Whether every source is followed and none is behind."""
-    records = registry.read().values()
+    records = [one for one in registry.read().values() if not one.is_removed]
     return bool(records) and all(
         record.state is SourceState.FOLLOWING
         and record.progress.get("lag_seconds") is not None
@@ -236,7 +239,7 @@ def require_own_names(name: str, naming: Naming, known: dict[str, SourceRecord])
     """Raise if another source has one of these schemas."""
     for other in known.values():
         shared = set(naming.schemas.values()) & set(other.plan.naming.schemas.values())
-        if other.name != name and shared:
+        if other.name != name and shared and not other.is_removed:
             raise ConfigError(
                 f"sources {other.name} and {name} would share schema {min(shared)}",
                 hint=f"give it another name: [source.{name}] schemas = {{ ... }}",

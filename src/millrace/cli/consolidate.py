@@ -140,7 +140,8 @@ def check(
             console().print(Text(text), soft_wrap=True)
     problems = [one for one in found if not one.problem.is_warning]
     if problems:
-        raise PreflightError(f"{len(problems)} problems found", is_printed=True)
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        raise PreflightError(f"{count} found", is_printed=True)
     if not as_json:
         console().print("no problem found")
 
@@ -170,8 +171,8 @@ def status(
 
 def _hint(one: SourceStatus) -> str:
     """What to do about it; a source that failed is also tried again by itself."""
-    then = f"then: millrace consolidate resume {one.name}"
-    return f"{one.hint}; {then}" if one.hint else f"mend the cause, {then}"
+    resume = f"millrace consolidate resume {one.name}"
+    return one.hint if resume in one.hint else f"{one.hint or 'mend the cause'}; then {resume}"
 
 
 def _cells(one: SourceStatus) -> list[Text]:
@@ -219,6 +220,7 @@ def pause(
 
     require_begun(directory)
     run_pause(directory, source)
+    console().print(Text(f"{source} is paused: its changes are received, and not applied"))
 
 
 @app.command("resume")
@@ -232,6 +234,7 @@ def resume(
 
     require_begun(directory)
     run_resume(directory, source)
+    console().print(Text(f"{source} is resumed; `millrace consolidate status` shows its state"))
 
 
 @app.command("resync")
@@ -359,7 +362,8 @@ def compare(
     """
     from millrace.consolidate.comparison import compare_sources
 
-    setup_logging(verbose=verbose, quiet=quiet)
+    # Of each source, that the schemas of the others are not compared goes without saying.
+    setup_logging(verbose=verbose, quiet=quiet or not verbose)
     require_begun(directory)
     consolidation = read_config(config)
     differing = []

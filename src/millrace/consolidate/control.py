@@ -140,13 +140,16 @@ def _require_well(directory: Path, names: Collection[str]) -> None:
         known = registry.read()
     for name in names:
         record = known.get(name)
-        if record is not None and record.state in (SourceState.HALTED, SourceState.FAILED):
+        if record is None:
+            continue
+        is_down = record.state in (SourceState.HALTED, SourceState.FAILED)
+        if is_down and not record.is_retried:
             raise ApplyError(
                 f"source {name} is {record.state}: {record.error}",
                 hint=record.hint or f"mend it, then: millrace consolidate resume {name}",
                 source=name,
             )
-        if record is not None and record.state is SourceState.PAUSED:
+        if record.is_paused:
             raise ApplyError(
                 f"source {name} is paused", hint=f"millrace consolidate resume {name}", source=name
             )

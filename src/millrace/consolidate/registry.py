@@ -176,8 +176,22 @@ class Registry:
         self._write("UPDATE source SET retry = 1 WHERE name = ?", name)
 
     def take_retry(self, name: str) -> bool:
-        """Whether that was asked since the last time."""
-        return self._write("UPDATE source SET retry = 0 WHERE name = ? AND retry = 1", name) > 0
+        """Whether that was asked since the last time. If so, the source is no longer halted or
+        failed from the same moment on, so that nobody who waits for it sees the old error."""
+        return (
+            self._write(
+                "UPDATE source SET retry = 0, error = '', hint = '', since = ?,"
+                " state = CASE WHEN state NOT IN (?, ?) THEN state"
+                " WHEN progress = '{}' THEN ? ELSE ? END WHERE name = ? AND retry = 1",
+                time.time(),
+                SourceState.HALTED,
+                SourceState.FAILED,
+                SourceState.COPYING,
+                SourceState.FOLLOWING,
+                name,
+            )
+            > 0
+        )
 
     def set_removed(self, name: str) -> None:
         """The source is to be given up, by the process that runs it."""

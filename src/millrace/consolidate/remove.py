@@ -67,9 +67,10 @@ def remove_source(
         naming = record.plan.naming
         dependents = read_dependents(target, naming)
         if dependents and not cascades:
+            count = len(dependents)
+            what = "1 object depends" if count == 1 else f"{count} objects depend"
             raise PreflightError(
-                f"source {name} can't be removed: {len(dependents)} depend on it: "
-                f"{', '.join(dependents[:LISTED])}",
+                f"{what} on source {name}: {', '.join(dependents[:LISTED])}",
                 hint="drop them yourself, or give --cascade, which drops them too",
                 dependents=dependents,
             )

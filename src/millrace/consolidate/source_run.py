@@ -30,6 +30,7 @@ from millrace.follow.progress import FollowProgress
 from millrace.follow.stream import Stream
 from millrace.receive.process import Receiver
 from millrace.retry import is_transient
+from millrace.room import AGAIN
 from millrace.workdir.sentinel import Sentinel
 from millrace.workdir.stream_state import StreamState
 
@@ -93,9 +94,15 @@ class SourceRun(SourceThread):
                 pause = min(2 * pause, MOST_PAUSE_SECONDS)
 
     def _fail(self, error: Exception) -> None:
-        hint = getattr(error, "hint", "")
+        hint = self._hint(error)
         log.error("%s%s", error, f" ({hint})" if hint else "")
         self._registry.enter(self.name, SourceState.FAILED, str(error), hint)
+
+    def _hint(self, error: Exception) -> str:
+        """What to do, in the words of this command: others are run again, here one source is."""
+        return str(getattr(error, "hint", "")).replace(
+            AGAIN, f"millrace consolidate resume {self.name}"
+        )
 
     def _wait_for_retry(self, seconds: float | None) -> None:
         """For so long, or until somebody asks; meanwhile, changes are received if they can be."""
@@ -206,8 +213,9 @@ class SourceRun(SourceThread):
 
     def _halt(self, settings: SourceSettings, cause: MillraceError) -> None:
         """Receive, and apply nothing, until somebody has mended what is wrong."""
-        log.error("halted: %s%s", cause, f" ({cause.hint})" if cause.hint else "")
-        self._registry.enter(self.name, SourceState.HALTED, cause.message, cause.hint)
+        hint = self._hint(cause)
+        log.error("halted: %s%s", cause, f" ({hint})" if hint else "")
+        self._registry.enter(self.name, SourceState.HALTED, cause.message, hint)
         with Sentinel(settings.directory) as sentinel:
             sentinel.set_apply(False)
             stream = self._open_stream(settings)

@@ -122,13 +122,15 @@ class Consolidator:
                 registry.forget(name)
         for name in self._runs.keys() - self._consolidation.sources.keys():
             run = self._runs.pop(name)
-            log.warning(
-                "source %s is no longer in %s: it is stopped, and its slot stays; `millrace "
-                "consolidate remove %s` removes it",
-                name,
-                self._path,
-                name,
-            )
+            if name in known and not known[name].is_removed:
+                log.warning(
+                    "source %s is no longer in %s: it is stopped, and its slot stays; write it "
+                    "there again to follow it, or to remove it with `millrace consolidate remove"
+                    " %s`",
+                    name,
+                    self._path,
+                    name,
+                )
             run.stop()
             run.join()
 

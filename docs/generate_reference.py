@@ -28,6 +28,7 @@ END = "<!-- end generated -->"
 CODES = {
     "clone.md": (2, 3, 4, 5, 6, 7, 70),
     "compare.md": (2, 5, 9, 70),
+    "consolidate.md": (2, 3, 4, 5, 7, 9, 70),
     "list.md": (2, 4, 5, 70),
     "demo.md": (2, 3, 5, 7, 9, 70),
     "tube.md": (2, 3, 4, 5, 6, 8, 9, 70),
@@ -77,6 +78,8 @@ def _commands_below(names: tuple[str, ...], found: Any) -> Iterator[tuple[tuple[
     if not hasattr(found, "commands"):
         yield names, found
         return
+    if found.invoke_without_command:
+        yield names, found
     for below, command in found.commands.items():
         yield from _commands_below((*names, below), command)
 

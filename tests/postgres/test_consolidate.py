@@ -25,7 +25,7 @@ from millrace.consolidate.foreign_key_index import ForeignKeyIndexes, read_missi
 from millrace.consolidate.registry import SourceState, source_directory
 from millrace.consolidate.remove import remove_source
 from millrace.consolidate.run import Consolidator, Service
-from millrace.consolidate.status import SourceStatus, read_status
+from millrace.consolidate.status import SourceStatus, read_records, read_status
 from millrace.errors import ApplyError, PreflightError, ServerError, WorkDirError
 from millrace.follow.bound_copy import read_stream
 from millrace.follow.slot import cleanup
@@ -289,8 +289,14 @@ def test_a_source_is_added_resynced_and_removed_while_the_others_are_followed(
         removed = remove_source(*arguments, cascades=True)
         assert "replication slot millrace_shop" in removed
         assert "schema shop_public on the target" in removed
+        # The file still has it, and it is neither begun again nor waited for.
+        warehouse.wait()
+        assert warehouse.status("shop").state == SourceState.REMOVED
+        with pytest.raises(WorkDirError, match="removed already"):
+            remove_source(*arguments, cascades=True)
         del warehouse.sources["shop"]
         warehouse.write()
+        wait_for(lambda: "shop" not in read_records(warehouse.directory))
         assert warehouse.query("SELECT FROM pg_views WHERE schemaname = 'ana'") == []
         run_sql(late, "INSERT INTO seat VALUES (77, 77)")
         warehouse.wait()
@@ -344,6 +350,56 @@ def test_foreign_keys_get_their_indexes_while_all_is_quiet(warehouse: Warehouse)
     with connect(target, "test") as connection:
         assert read_missing(connection, schemas) == []
     assert quiet.build_missing() == 0
+
+
+SIDE_EFFECTS = """
+CREATE EXTENSION vector;
+CREATE TABLE piece (id int PRIMARY KEY, place vector(2));
+CREATE FUNCTION boom() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RAISE ''fired''; END';
+CREATE TRIGGER boom AFTER DELETE ON piece FOR EACH ROW EXECUTE FUNCTION boom();
+ALTER TABLE piece ENABLE ALWAYS TRIGGER boom;
+COMMENT ON TRIGGER boom ON piece IS 'x';
+CREATE FUNCTION seen() RETURNS event_trigger LANGUAGE plpgsql AS 'BEGIN END';
+CREATE EVENT TRIGGER consolidated_seen ON ddl_command_end EXECUTE FUNCTION seen();
+CREATE POLICY mine ON piece USING (id = current_setting('app.tenant')::int);
+COMMENT ON POLICY mine ON piece IS 'x';
+ALTER TABLE piece ENABLE ROW LEVEL SECURITY;
+CREATE PUBLICATION theirs FOR TABLE piece;
+COMMENT ON PUBLICATION theirs IS 'x';
+CREATE FOREIGN DATA WRAPPER far;
+CREATE SERVER far FOREIGN DATA WRAPPER far;
+CREATE USER MAPPING FOR postgres SERVER far OPTIONS (password 'secret');
+CREATE FOREIGN TABLE away (i int) SERVER far;
+CREATE VIEW view_of_away AS SELECT * FROM away;
+COMMENT ON TABLE piece IS 'kept';
+INSERT INTO piece VALUES (1, '[1,2]');
+"""
+
+
+def test_what_acts_by_itself_or_is_about_roles_and_credentials_is_left_out(
+    warehouse: Warehouse,
+) -> None:
+    warehouse.sources = {"shop": warehouse.sources["shop"]}
+    run_sql(warehouse.sources["shop"], SIDE_EFFECTS)
+    warehouse.write()
+    found = check_all(warehouse.config, warehouse.directory)
+    assert all(one.problem.is_warning for one in found)
+    said = " ".join(one.problem.what for one in found)
+    assert "policies of 1 tables" in said
+    assert "1 foreign tables" in said
+    with warehouse.running():
+        warehouse.wait()
+    warehouse.assert_equal()
+    assert warehouse.query(
+        "SELECT (SELECT count(*) FROM pg_trigger WHERE NOT tgisinternal)"
+        " + (SELECT count(*) FROM pg_event_trigger) + (SELECT count(*) FROM pg_policy)"
+        " + (SELECT count(*) FROM pg_class WHERE relrowsecurity)"
+        " + (SELECT count(*) FROM pg_publication) + (SELECT count(*) FROM pg_foreign_server)"
+        " + (SELECT count(*) FROM pg_foreign_data_wrapper)"
+        " + (SELECT count(*) FROM pg_class WHERE relname ~ 'away'),"
+        " obj_description('shop_public.piece'::regclass), (SELECT extnamespace::regnamespace::text"
+        " FROM pg_extension WHERE extname = 'vector')"
+    ) == [(0, "kept", "public")]
 
 
 def test_every_problem_of_every_server_is_reported_at_once(warehouse: Warehouse) -> None:

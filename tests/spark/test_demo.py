@@ -27,17 +27,7 @@ def folder() -> Iterator[Path]:
 
 
 def test_demo_ends_with_both_sides_equal(folder: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "millrace", "demo", "--megabytes", "5", "--quiet"],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "MILLRACE_CONFIG": os.devnull, FOLDER_VARIABLE: str(folder)},
-        timeout=DEADLINE_SECONDS,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "equal at " in done.stdout
-    assert list(folder.iterdir()) == []
+    assert "equal at " in _run("demo", "--megabytes", "5", folder=folder)
 
 
 def test_interrupted_demo_ends_and_leaves_no_process(folder: Path) -> None:
@@ -78,3 +68,24 @@ def _servers(folder: Path) -> list[psutil.Process]:
         for one in psutil.process_iter(["name", "cmdline"])
         if one.info["name"] == "postgres" and str(folder) in " ".join(one.info["cmdline"] or ())
     ]
+
+
+def test_demo_of_consolidate_mends_a_halted_source_and_ends_with_all_equal(folder: Path) -> None:
+    told = _run("demo", "consolidate", "--articles", "100", folder=folder)
+    assert "south is halted: public.article: the target has no column topic" in told
+    assert "equal: all 3 sources" in told
+
+
+def _run(*words: str, folder: Path) -> str:
+    """What a demo prints; it ends well and leaves nothing."""
+    done = subprocess.run(
+        [sys.executable, "-m", "millrace", *words, "--quiet"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "MILLRACE_CONFIG": os.devnull, FOLDER_VARIABLE: str(folder)},
+        timeout=DEADLINE_SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert list(folder.iterdir()) == []
+    return done.stdout

@@ -119,6 +119,7 @@ def test_column_has_three_names() -> None:
         ("\n[exclude-tables]\n", r"line 2: there is no section \[exclude-tables\]"),
         ("[Exclude-Table]\n", r"line 1: there is no section \[Exclude-Table\]"),
         ("[exclude-table\n", r"line 1: there is no section \[exclude-table$"),
+        ("[exclude-kind]\ntable\n", "line 2: table is none of: trigger, event trigger"),
         ("[exclude-table] x\n", r"line 1: there is no section \[exclude-table\] x"),
         (
             "[exclude-table]\n[exclude-index]\n[exclude-table]\n",

@@ -145,10 +145,11 @@ def check(
             text = (
                 f"{kind}: {whose}{one.problem.side}: {one.problem.what}\n  fix: {one.problem.fix}"
             )
-            console().print(Text(text))
+            console().print(Text(text), soft_wrap=True)
     problems = [one for one in found if not one.problem.is_warning]
     if problems:
-        raise PreflightError(f"{len(problems)} problems found", is_printed=True)
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        raise PreflightError(f"{count} found", is_printed=True)
     if not as_json:
         console().print("no problem found")
 
@@ -164,12 +165,22 @@ def status(
     if as_json:
         print(json.dumps([asdict(one) for one in found]))
         return
-    table = Table("source", "state", "for", "lag", "behind", "changes/s", "error")
+    table = Table("source", "state", "for", "lag", "behind", "changes/s")
     for one in found:
         table.add_row(*_cells(one))
     console().print(table)
+    for one in found:
+        if one.error:
+            console().print(Text(f"{one.name} is {one.state}: {one.error}"), soft_wrap=True)
+            console().print(Text(f"  hint: {_hint(one)}"), soft_wrap=True)
     if found and not any(one.is_running for one in found):
         console().print("no process runs it: millrace consolidate run")
+
+
+def _hint(one: SourceStatus) -> str:
+    """What to do about it; a source that failed is also tried again by itself."""
+    resume = f"millrace consolidate resume {one.name}"
+    return one.hint if resume in one.hint else f"{one.hint or 'mend the cause'}; then {resume}"
 
 
 def _cells(one: SourceStatus) -> list[Text]:
@@ -184,7 +195,6 @@ def _cells(one: SourceStatus) -> list[Text]:
             "" if one.lag_seconds is None else render_seconds(one.lag_seconds),
             "" if one.lag_bytes is None else render_size(one.lag_bytes),
             rate,
-            one.error,
         )
     ]
 
@@ -218,6 +228,7 @@ def pause(
 
     require_begun(directory)
     run_pause(directory, source)
+    console().print(Text(f"{source} is paused: its changes are received, and not applied"))
 
 
 @app.command("resume")
@@ -231,6 +242,7 @@ def resume(
 
     require_begun(directory)
     run_resume(directory, source)
+    console().print(Text(f"{source} is resumed; `millrace consolidate status` shows its state"))
 
 
 @app.command("resync")
@@ -279,13 +291,14 @@ def add(
     The others are followed meanwhile. Exit code 3 if a server is not ready for it.
     """
     from millrace.consolidate.check import check_all
-    from millrace.consolidate.control import wait_until_begun
+    from millrace.consolidate.control import begin_again, wait_until_begun
 
     consolidation = read_config(config)
     consolidation.require(source)
     found = [one for one in check_all(consolidation, directory) if one.source == source]
     problems = [one.problem for one in found if not one.problem.is_warning]
     raise_problems(problems)
+    begin_again(directory, source)
     if wait_until_begun(directory, source):
         console().print(Text(f"source {source} is begun; `consolidate status` shows its state"))
     else:
@@ -319,8 +332,9 @@ def remove(
 ) -> None:
     """Remove a source: its slot, its position, and its schemas on the target.
 
-    What others have made of its tables is listed, and refused without --cascade. Take the source
-    out of the file first, or it is begun again.
+    What others have made of its tables is listed, and refused without --cascade. Then take it out
+    of the file; until then it is shown as removed, and `consolidate add` begins it anew. Without
+    its lines in the file its slot can't be dropped, and the statement for that is printed.
     """
     from millrace.consolidate.remove import remove_source
 
@@ -332,6 +346,8 @@ def remove(
         dsn, resolve(consolidation.target), directory, source, cascades=cascade
     ):
         console().print(Text(f"removed {one}"))
+    if known:
+        console().print(Text(f"now take [source.{source}] out of {config}"))
 
 
 @app.command("compare")
@@ -354,7 +370,8 @@ def compare(
     """
     from millrace.consolidate.comparison import compare_sources
 
-    setup_logging(verbose=verbose, quiet=quiet)
+    # Of each source, that the schemas of the others are not compared goes without saying.
+    setup_logging(verbose=verbose, quiet=quiet or not verbose)
     require_begun(directory)
     consolidation = read_config(config)
     differing = []

@@ -43,7 +43,7 @@ class Program(LazyGroup):
             "End the stream at the source's current position, and prove that both sides are equal.",
         ),
         "demo": Place(
-            "millrace.cli.demo_tube",
+            "millrace.cli.demo_more",
             "app",
             "Move a busy shop database from PostgreSQL 16 to 18 and prove both sides equal.",
         ),

@@ -18,12 +18,13 @@ from millrace.clone.problem import Problem
 from millrace.clone.ready import is_finished
 from millrace.consolidate.config import Consolidation, SourceConfig
 from millrace.consolidate.plan import SourcePlan, read_plan
-from millrace.consolidate.registry import source_directory
+from millrace.consolidate.registry import SourceState, source_directory
 from millrace.consolidate.settings import source_settings
 from millrace.consolidate.status import read_records
 from millrace.errors import MillraceError
 from millrace.follow.setup import require_silence
 from millrace.log import LogSettings
+from millrace.postgres.catalog.schemas import USER_SCHEMA
 from millrace.postgres.wire.connect import connect, translated
 from millrace.receive.plugin_check import require_plugin
 
@@ -35,6 +36,13 @@ SELECT current_setting('wal_level'),
            - (SELECT count(*) FROM pg_replication_slots)::int,
        current_setting('max_wal_senders')::int
            - (SELECT count(*) FROM pg_stat_replication)::int
+"""
+_LEFT_OUT = f"""
+SELECT (SELECT count(DISTINCT p.polrelid) FROM pg_policy p JOIN pg_class c ON c.oid = p.polrelid
+          JOIN pg_namespace n ON n.oid = c.relnamespace
+         WHERE c.relrowsecurity AND {USER_SCHEMA})::int,
+       (SELECT count(*) FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
+         WHERE c.relkind = 'f' AND {USER_SCHEMA})::int
 """
 # A temporary slot for tables that are copied again, beside the stream's own.
 SLOTS_NEEDED = 2
@@ -61,7 +69,8 @@ class SourceProblem:
 def check_all(consolidation: Consolidation, directory: Path) -> list[SourceProblem]:
     """Every problem; warnings too."""
     found: list[SourceProblem] = []
-    begun = read_records(directory)
+    known = read_records(directory)
+    begun = {name: one for name, one in known.items() if one.state is not SourceState.REMOVED}
     plans = {name: record.plan for name, record in begun.items()}
     for name, source in consolidation.sources.items():
         if name in begun and is_finished(source_directory(directory, name)):
@@ -100,6 +109,7 @@ def _check_source(
     ):
         yield from preflight.check(here, there, settings.clone(), continues=is_begun)
         yield from _check_slots(here)
+        yield from _warn_of_left_out(here)
         try:
             require_plugin(here, source.plugin)
         except MillraceError as error:
@@ -128,6 +138,28 @@ def _check_slots(source: Connection) -> Iterator[Problem]:
                 "stream, one for tables that are copied again",
                 f"ALTER SYSTEM SET {setting} = ..., then restart the server",
             )
+
+
+def _warn_of_left_out(source: Connection) -> Iterator[Problem]:
+    """What readers of the target might expect and will not find: `plan` leaves it out."""
+    with translated("reading what is left out of the source"):
+        row = source.execute(_LEFT_OUT).fetchone()
+    assert row is not None
+    policies, foreign = row
+    if policies:
+        yield Problem(
+            "source",
+            f"policies of {policies} tables are left out: `readers` see every row of them",
+            "[exclude-table] in `filters`, or `columns`, leave out what must not be seen",
+            is_warning=True,
+        )
+    if foreign:
+        yield Problem(
+            "source",
+            f"{foreign} foreign tables are left out, and with them the views that read them",
+            "make the server they are from a source of its own, if they are needed",
+            is_warning=True,
+        )
 
 
 def _shared_names(plans: dict[str, SourcePlan]) -> Iterator[SourceProblem]:

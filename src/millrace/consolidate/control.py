@@ -53,7 +53,8 @@ def wait_until_begun(directory: Path, name: str) -> bool:
     """Whether a running process has begun the source; False if none runs."""
     deadline = time.monotonic() + BEGIN_SECONDS
     while read_holder(directory) is not None:
-        if name in read_records(directory):
+        record = read_records(directory).get(name)
+        if record is not None and not record.is_removed:
             return True
         if time.monotonic() > deadline:
             raise ServerError(
@@ -62,6 +63,14 @@ def wait_until_begun(directory: Path, name: str) -> bool:
             )
         time.sleep(POLL_SECONDS)
     return False
+
+
+def begin_again(directory: Path, name: str) -> None:
+    """A source that was removed, and is in the file, is begun like a new one."""
+    record = read_records(directory).get(name)
+    if record is not None and record.state is SourceState.REMOVED:
+        with Registry(directory) as registry:
+            registry.forget(name)
 
 
 def settings_of(consolidation: Consolidation, directory: Path, name: str) -> SourceSettings:
@@ -98,7 +107,10 @@ def wait(
 ) -> None:
     """Until everything that is committed now, on every source of the file, is on the target."""
     ends = {}
+    known = read_records(directory)
     for name, source in consolidation.sources.items():
+        if name in known and known[name].state is SourceState.REMOVED:
+            continue
         with connect(resolve(source.dsn), "consolidate") as connection:
             ends[name] = read_end(connection)
     deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
@@ -128,13 +140,16 @@ def _require_well(directory: Path, names: Collection[str]) -> None:
         known = registry.read()
     for name in names:
         record = known.get(name)
-        if record is not None and record.state in (SourceState.HALTED, SourceState.FAILED):
+        if record is None:
+            continue
+        is_down = record.state in (SourceState.HALTED, SourceState.FAILED)
+        if is_down and not record.is_retried:
             raise ApplyError(
                 f"source {name} is {record.state}: {record.error}",
                 hint=record.hint or f"mend it, then: millrace consolidate resume {name}",
                 source=name,
             )
-        if record is not None and record.state is SourceState.PAUSED:
+        if record.is_paused:
             raise ApplyError(
                 f"source {name} is paused", hint=f"millrace consolidate resume {name}", source=name
             )

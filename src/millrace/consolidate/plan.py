@@ -16,7 +16,7 @@ import psycopg
 
 from millrace.consolidate.config import Indexes, SourceConfig, Views
 from millrace.errors import ConfigError
-from millrace.filter.rules import FilterRules, NamePart, Rule
+from millrace.filter.rules import KINDS, FilterRules, NamePart, Rule
 from millrace.name import Naming
 from millrace.postgres.catalog.relations import read_schemas
 from millrace.postgres.catalog.schemas import USER_SCHEMA
@@ -86,13 +86,15 @@ def read_plan(connection: Connection, source: SourceConfig) -> SourcePlan:
     """Decide, from what the source has now."""
     with translated(f"reading the catalog of source {source.name}"):
         schemas = sorted(read_schemas(connection).values())
-        rules = list(_left_out_schemas(source, schemas))
+        # What acts by itself, or is about the roles and credentials of the source.
+        rules = [_rule("exclude-kind", kind) for kind in KINDS]
+        rules += _left_out_schemas(source, schemas)
         if source.views is Views.DROP:
             rules += [_rule(*row) for row in connection.execute(_VIEWS)]
         if source.indexes is Indexes.KEYS:
             rules += [_rule(*row) for row in connection.execute(_PLAIN_INDEXES)]
     out = {rule.parts[0].text for rule in rules if rule.section == "exclude-schema"}
-    kept = [one for one in rules if one.section == "exclude-schema" or one.parts[0].text not in out]
+    kept = [one for one in rules if len(one.parts) == 1 or one.parts[0].text not in out]
     return SourcePlan(plan_naming(source, [one for one in schemas if one not in out]), tuple(kept))
 
 

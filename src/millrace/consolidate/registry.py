@@ -68,6 +68,8 @@ class SourceState(StrEnum):
     HALTED = "halted"
     # It can be neither copied nor received, or its target is away.
     FAILED = "failed"
+    # Removed, and still in the file: it is not begun again as long as it is there.
+    REMOVED = "removed"
 
     @property
     def is_well(self) -> bool:
@@ -174,12 +176,31 @@ class Registry:
         self._write("UPDATE source SET retry = 1 WHERE name = ?", name)
 
     def take_retry(self, name: str) -> bool:
-        """Whether that was asked since the last time."""
-        return self._write("UPDATE source SET retry = 0 WHERE name = ? AND retry = 1", name) > 0
+        """Whether that was asked since the last time. If so, the source is no longer halted or
+        failed from the same moment on, so that nobody who waits for it sees the old error."""
+        return (
+            self._write(
+                "UPDATE source SET retry = 0, error = '', hint = '', since = ?,"
+                " state = CASE WHEN state NOT IN (?, ?) THEN state"
+                " WHEN progress = '{}' THEN ? ELSE ? END WHERE name = ? AND retry = 1",
+                time.time(),
+                SourceState.HALTED,
+                SourceState.FAILED,
+                SourceState.COPYING,
+                SourceState.FOLLOWING,
+                name,
+            )
+            > 0
+        )
 
     def set_removed(self, name: str) -> None:
         """The source is to be given up, by the process that runs it."""
         self._write("UPDATE source SET removed = 1 WHERE name = ?", name)
+
+    def note_removed(self, name: str) -> None:
+        """Nothing is left of the source but this note."""
+        self._write("UPDATE source SET progress = '{}', paused = 0 WHERE name = ?", name)
+        self.enter(name, SourceState.REMOVED)
 
     def forget(self, name: str) -> None:
         self._write("DELETE FROM source WHERE name = ?", name)

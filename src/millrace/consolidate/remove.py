@@ -13,7 +13,7 @@ from pathlib import Path
 
 from millrace.clone.directory import read_setup
 from millrace.config.dsn import Dsn
-from millrace.consolidate.registry import Registry, source_directory
+from millrace.consolidate.registry import Registry, SourceState, source_directory
 from millrace.errors import PreflightError, WorkDirError
 from millrace.follow.bound_copy import read_stream
 from millrace.follow.slot import cleanup
@@ -59,14 +59,18 @@ SELECT DISTINCT pg_describe_object(d.classid, d.objid, 0) FROM (
 def remove_source(
     source: Dsn | None, target: Dsn, directory: Path, name: str, *, cascades: bool
 ) -> list[str]:
-    """What was removed. `source`: None if it can't be reached any more; its slot stays then."""
+    """What was removed. `source`: None if the file has it no longer; its slot stays then."""
     with Registry(directory) as registry:
-        naming = registry.require(name).plan.naming
+        record = registry.require(name)
+        if record.state is SourceState.REMOVED:
+            raise WorkDirError(f"source {name} is removed already", hint="take it out of the file")
+        naming = record.plan.naming
         dependents = read_dependents(target, naming)
         if dependents and not cascades:
+            count = len(dependents)
+            what = "1 object depends" if count == 1 else f"{count} objects depend"
             raise PreflightError(
-                f"{len(dependents)} objects depend on source {name}: "
-                f"{', '.join(dependents[:LISTED])}",
+                f"{what} on source {name}: {', '.join(dependents[:LISTED])}",
                 hint="drop them yourself, or give --cascade, which drops them too",
                 dependents=dependents,
             )
@@ -75,7 +79,11 @@ def remove_source(
         removed = _remove_stream(source, target, source_directory(directory, name), naming)
         removed += _drop_schemas(target, source_directory(directory, name), naming)
         shutil.rmtree(source_directory(directory, name), ignore_errors=True)
-        registry.forget(name)
+        if source is None:
+            registry.forget(name)
+        else:
+            # It is in the file, and must not be begun again because of that.
+            registry.note_removed(name)
     return removed
 
 

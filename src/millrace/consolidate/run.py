@@ -117,15 +117,20 @@ class Consolidator:
                 self._begin(registry, source, record)
             except MillraceError as error:
                 self._refuse(registry, name, error, is_known=record is not None)
+        for name, record in known.items():
+            if record.state is SourceState.REMOVED and name not in self._consolidation.sources:
+                registry.forget(name)
         for name in self._runs.keys() - self._consolidation.sources.keys():
             run = self._runs.pop(name)
-            log.warning(
-                "source %s is no longer in %s: it is stopped, and its slot stays; `millrace "
-                "consolidate remove %s` removes it",
-                name,
-                self._path,
-                name,
-            )
+            if name in known and not known[name].is_removed:
+                log.warning(
+                    "source %s is no longer in %s: it is stopped, and its slot stays; write it "
+                    "there again to follow it, or to remove it with `millrace consolidate remove"
+                    " %s`",
+                    name,
+                    self._path,
+                    name,
+                )
             run.stop()
             run.join()
 
@@ -206,7 +211,7 @@ def followed_schemas(registry: Registry) -> set[str]:
 
 def is_quiet(registry: Registry) -> bool:
     """Whether every source is followed and none is behind."""
-    records = registry.read().values()
+    records = [one for one in registry.read().values() if not one.is_removed]
     return bool(records) and all(
         record.state is SourceState.FOLLOWING
         and record.progress.get("lag_seconds") is not None
@@ -236,7 +241,7 @@ def require_own_names(name: str, naming: Naming, known: dict[str, SourceRecord])
     """Raise if another source has one of these schemas."""
     for other in known.values():
         shared = set(naming.schemas.values()) & set(other.plan.naming.schemas.values())
-        if other.name != name and shared:
+        if other.name != name and shared and not other.is_removed:
             raise ConfigError(
                 f"sources {other.name} and {name} would share schema {min(shared)}",
                 hint=f"give it another name: [source.{name}] schemas = {{ ... }}",

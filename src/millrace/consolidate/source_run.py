@@ -17,6 +17,7 @@ from dataclasses import asdict
 from millrace.clone.directory import read_setup
 from millrace.clone.progress import Progress
 from millrace.clone.ready import has_every_row, is_finished
+from millrace.consolidate.extension import create_extensions
 from millrace.consolidate.registry import Registry, SourceRecord, SourceState
 from millrace.consolidate.settings import SourceSettings
 from millrace.consolidate.source_thread import SourceThread
@@ -29,6 +30,7 @@ from millrace.follow.progress import FollowProgress
 from millrace.follow.stream import Stream
 from millrace.receive.process import Receiver
 from millrace.retry import is_transient
+from millrace.room import AGAIN
 from millrace.workdir.sentinel import Sentinel
 from millrace.workdir.stream_state import StreamState
 
@@ -92,9 +94,15 @@ class SourceRun(SourceThread):
                 pause = min(2 * pause, MOST_PAUSE_SECONDS)
 
     def _fail(self, error: Exception) -> None:
-        hint = getattr(error, "hint", "")
+        hint = self._hint(error)
         log.error("%s%s", error, f" ({hint})" if hint else "")
         self._registry.enter(self.name, SourceState.FAILED, str(error), hint)
+
+    def _hint(self, error: Exception) -> str:
+        """What to do, in the words of this command: others are run again, here one source is."""
+        return str(getattr(error, "hint", "")).replace(
+            AGAIN, f"millrace consolidate resume {self.name}"
+        )
 
     def _wait_for_retry(self, seconds: float | None) -> None:
         """For so long, or until somebody asks; meanwhile, changes are received if they can be."""
@@ -165,6 +173,7 @@ class SourceRun(SourceThread):
         restarts = (begun or read_stream(settings.directory) is not None) and not resumes
         if restarts:
             log.warning("the base copy was interrupted, and is made anew")
+        create_extensions(settings.route)
         asked = settings.clone(resume=resumes, restart=restarts)
         slot = prepare_clone(asked, settings.slot)
         stream = Stream(settings.follow(), self._engine, name=self.name)
@@ -204,8 +213,9 @@ class SourceRun(SourceThread):
 
     def _halt(self, settings: SourceSettings, cause: MillraceError) -> None:
         """Receive, and apply nothing, until somebody has mended what is wrong."""
-        log.error("halted: %s%s", cause, f" ({cause.hint})" if cause.hint else "")
-        self._registry.enter(self.name, SourceState.HALTED, cause.message, cause.hint)
+        hint = self._hint(cause)
+        log.error("halted: %s%s", cause, f" ({hint})" if hint else "")
+        self._registry.enter(self.name, SourceState.HALTED, cause.message, hint)
         with Sentinel(settings.directory) as sentinel:
             sentinel.set_apply(False)
             stream = self._open_stream(settings)

@@ -48,6 +48,12 @@ def read_status(directory: Path, consolidation: Consolidation | None) -> list[So
     """All sources: those of the file, and those that were begun and are no longer in it."""
     is_running = read_holder(directory) is not None
     known = read_records(directory)
+    if consolidation is not None:
+        known = {
+            name: record
+            for name, record in known.items()
+            if record.state is not SourceState.REMOVED or name in consolidation.sources
+        }
     names: Iterable[str] = known
     if consolidation is not None:
         names = [*consolidation.sources, *(known.keys() - consolidation.sources.keys())]

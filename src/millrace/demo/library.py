@@ -40,8 +40,8 @@ def create_articles(uri: str, count: int) -> None:
 class Authors:
     """Write, revise, hide and delete articles until the block ends."""
 
-    def __init__(self, uri: str, count: int) -> None:
-        self._uri, self._count = uri, count
+    def __init__(self, uri: str, count: int, *, pause_seconds: float = 0.005) -> None:
+        self._uri, self._count, self._pause_seconds = uri, count, pause_seconds
         self._closing = threading.Event()
         self._error: Exception | None = None
         self.committed = 0
@@ -71,7 +71,7 @@ class Authors:
     def _write(
         self, connection: psycopg.Connection[tuple[object, ...]], luck: random.Random
     ) -> None:
-        while not self._closing.wait(0.005):
+        while not self._closing.wait(self._pause_seconds):
             some = luck.randrange(self._count) + 1
             match luck.randrange(4):
                 case 0:

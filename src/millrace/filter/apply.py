@@ -39,6 +39,13 @@ from millrace.relation import Column, SourceCatalog, Table
 
 Connection = psycopg.Connection[tuple[Any, ...]]
 
+# Entries that [exclude-kind] is about and that can't be found by OID, with their kinds.
+_KINDS_WITHOUT_OID = {
+    "ROW SECURITY": "policy",
+    "SECURITY LABEL": "security label",
+    "USER MAPPING": "foreign table",
+}
+
 
 def read_decision(connection: Connection, rules: FilterRules) -> Decision:
     """What the rules leave out of this database."""
@@ -49,7 +56,22 @@ def read_decision(connection: Connection, rules: FilterRules) -> Decision:
         depends = [Depend(*row) for row in depend.read_depends(connection)]
     decision = decide(rules, objects, depends, _match(connection, rules))
     _check_predicates(connection, rules, decision, objects)
-    return decision
+    return _without_kinds(connection, rules, decision)
+
+
+def _without_kinds(connection: Connection, rules: FilterRules, decision: Decision) -> Decision:
+    """The decision with [exclude-kind]: nothing but comments depends on what that can name."""
+    kinds = {rule.parts[0].text for rule in rules.of("exclude-kind")}
+    if not kinds:
+        return decision
+    with translated("reading objects of the kinds that are left out"):
+        found = depend.read_of_kinds(connection, kinds)
+    return replace(
+        decision,
+        excluded={**dict.fromkeys(found, "[exclude-kind]"), **decision.excluded},
+        labels={**found, **decision.labels},
+        kinds_excluded=frozenset(kinds),
+    )
 
 
 def _match(connection: Connection, rules: FilterRules) -> dict[str, set[str]]:
@@ -239,7 +261,10 @@ def _dropped_entries(decision: Decision, depends: Mapping[int, EntryDepends]) ->
 
 
 def _is_needless(entry: Entry, decision: Decision, depends: Mapping[int, EntryDepends]) -> bool:
-    """Filling a materialized view that stays empty; owning a sequence that outlives its table."""
+    """Filling a materialized view that stays empty; owning a sequence that outlives its table;
+    what has no OID of its own, if its kind is left out."""
+    if kind := _KINDS_WITHOUT_OID.get(entry.description):
+        return kind in decision.kinds_excluded
     if entry.description == "MATERIALIZED VIEW DATA":
         return (PG_CLASS_OID, entry.object_oid) in decision.data_skipped
     if entry.description == "SEQUENCE OWNED BY":

@@ -83,6 +83,8 @@ class Decision:
     predicates: Mapping[int, str] = field(default_factory=dict)
     columns: Mapping[int, frozenset[str]] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+    # Kinds of objects of which all are left out: some have no OID.
+    kinds_excluded: frozenset[str] = frozenset()
 
 
 def decide(
@@ -185,8 +187,11 @@ class _Decider:
             for o in self.objects.values()
             if o.catalog_oid == PG_NAMESPACE_OID and o.key in self.excluded
         }
+        kinds = {rule.parts[0].text for rule in self.rules.of("exclude-kind")}
         for table in tables:
-            if table.schema in out_of_schema:
+            if table.kind in kinds:
+                self.excluded[table.key] = "[exclude-kind]"
+            elif table.schema in out_of_schema:
                 self.excluded[table.key] = f"schema {table.schema} is left out"
             elif rule := excluding.get(table.key):
                 self.excluded[table.key] = rule.origin

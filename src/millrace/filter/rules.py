@@ -33,6 +33,7 @@ SECTIONS = {
     "exclude-view": 2,
     "include-only-extension": 1,
     "exclude-extension": 1,
+    "exclude-kind": 1,
     "table-where": 2,
     "exclude-column": 3,
 }
@@ -41,7 +42,18 @@ _ONE_OF = (
     ("include-only-table", "exclude-table"),
     ("include-only-extension", "exclude-extension"),
 )
-_NOT_OF_ROWS = frozenset(("exclude-index", "exclude-view"))
+_NOT_OF_ROWS = frozenset(("exclude-index", "exclude-view", "exclude-kind"))
+# What [exclude-kind] can name: kinds of which no table needs any. With foreign tables go their
+# servers, wrappers and user mappings.
+KINDS = (
+    "trigger",
+    "event trigger",
+    "policy",
+    "publication",
+    "subscription",
+    "foreign table",
+    "security label",
+)
 _SHAPES = {1: "a name", 2: "schema.name", 3: "schema.table.column"}
 _CLOSING = {"/": "/", "[": "]", "{": "}", "(": ")", "<": ">"} | {c: c for c in "\"'|#$"}
 _QUOTED = re.compile(r'"((?:[^"]|"")*)"')
@@ -186,7 +198,7 @@ def _parse_section(line: str, opened: dict[str, int], name: str, number: int) ->
 
 def _parse_entry(section: str, line: str, name: str, number: int) -> Rule:
     wanted = SECTIONS[section]
-    may_match = section not in ("table-where", "exclude-column")
+    may_match = section not in ("table-where", "exclude-column", "exclude-kind")
     try:
         parts, rest = _parse_parts(line, may_match=may_match)
         if len(parts) != wanted:
@@ -197,6 +209,8 @@ def _parse_entry(section: str, line: str, name: str, number: int) -> Rule:
             if not rest.startswith("=") or not predicate:
                 raise ValueError("schema.table = predicate is expected in [table-where]")
             return Rule(section, tuple(parts), predicate, number)
+        if section == "exclude-kind" and parts[0].text not in KINDS:
+            raise ValueError(f"{line} is none of: {', '.join(KINDS)}")
         # A key without a value has been written with an equals sign, too.
         if rest not in ("", "="):
             raise ValueError(f"after the name there is more: {rest}")

@@ -31,7 +31,7 @@ class SourceProgress:
     age_seconds: float | None = None
     # How much of that is not on the target.
     lag_bytes: int | None = None
-    # Since anything came from it by the stream.
+    # Since anything came from it by the stream, while this process looked.
     contact_seconds: float | None = None
     # Why nothing is read from it; empty if it is.
     held: str = ""

@@ -40,6 +40,7 @@ class Watch:
         self._stream = stream
         self._progress = FollowProgress(stream=stream)
         self._looked_at = 0.0
+        self._began = time.monotonic()
         self._warned_at: dict[str, float] = {}
 
     def look(self) -> FollowProgress:
@@ -91,7 +92,8 @@ class Watch:
     def _look_at_source(self, now: float, record: SourceRecord, position: int) -> SourceProgress:
         contact = None
         if record.heard_at is not None and not self._catchup.is_whole.is_set():
-            contact = max(0.0, time.time() - record.heard_at)
+            # What was noted before is old, and the receiver may just have begun.
+            contact = min(max(0.0, time.time() - record.heard_at), now - self._began)
         view = self._source.last
         if view is None:
             return SourceProgress(contact_seconds=contact, held=record.held)

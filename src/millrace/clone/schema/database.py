@@ -78,7 +78,11 @@ def drop_existing(target: Connection, route: Route, excluded: Collection[Key] = 
             for kind, catalog_oid, oid, name in connection.execute(_OTHERS)
             if (catalog_oid, oid) not in excluded
         ]
-        subscriptions = {row[0] for row in connection.execute(_RESTORED_SUBSCRIPTIONS)}
+        subscriptions = {
+            name
+            for name, catalog_oid, oid in connection.execute(_RESTORED_SUBSCRIPTIONS)
+            if (catalog_oid, oid) not in excluded
+        }
     spared = {name for name, (is_excluded, _) in found.items() if is_excluded}
     with translated("dropping what the source has too"):
         there = {
@@ -90,7 +94,7 @@ def drop_existing(target: Connection, route: Route, excluded: Collection[Key] = 
         }
         for kind, name in others:
             target.execute(f"DROP {kind} IF EXISTS {ident(name)}")
-        for (name,) in target.execute(_SUBSCRIPTIONS).fetchall():
+        for name, *_ in target.execute(_SUBSCRIPTIONS).fetchall():
             if name in subscriptions:
                 _drop_subscription(target, name)
         _detach(target, spared, found.keys() - spared)
@@ -147,9 +151,10 @@ UNION ALL
 SELECT 'PUBLICATION', 'pg_publication'::regclass::oid::int8, p.oid::int8, p.pubname
   FROM pg_publication p WHERE {USER_PUBLICATION}"""
 
-# Filters are not about subscriptions. Their names are what everyone may read.
+# Their names are what everyone may read.
 _SUBSCRIPTIONS = """
-SELECT s.subname FROM pg_subscription s JOIN pg_database d ON d.oid = s.subdbid
+SELECT s.subname, 'pg_subscription'::regclass::oid::int8, s.oid::int8
+  FROM pg_subscription s JOIN pg_database d ON d.oid = s.subdbid
  WHERE d.datname = current_database()"""
 # pg_dump leaves them out for anyone else: what does not come back is not dropped.
 _RESTORED_SUBSCRIPTIONS = f"{_SUBSCRIPTIONS} AND current_setting('is_superuser') = 'on'"

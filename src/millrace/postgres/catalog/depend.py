@@ -110,6 +110,49 @@ _OTHERS = f"""
      WHERE i.identity IS NOT NULL"""
 
 
+def read_of_kinds(connection: Connection, kinds: Iterable[str]) -> dict[Key, str]:
+    """The label of every object of these kinds that is no relation; a publication's tables and
+    schemas count as it, and servers as foreign tables."""
+    wanted = [kind for kind in kinds if kind in _OF_KIND]
+    if "publication" in wanted and connection.info.server_version >= 150000:
+        wanted.append("published schema")
+    found = {}
+    for kind in wanted:
+        for catalog, oid, name in connection.execute(_OF_KIND[kind]):
+            found[catalog, oid] = f"{kind} {name}"
+    return found
+
+
+# Triggers of constraints are parts of them; those of a partition come with its root's.
+_OF_KIND = {
+    "trigger": """
+    SELECT 'pg_trigger'::regclass::oid::int8, oid::int8, tgname FROM pg_trigger
+     WHERE NOT tgisinternal""",
+    "event trigger": """
+    SELECT 'pg_event_trigger'::regclass::oid::int8, oid::int8, evtname FROM pg_event_trigger""",
+    "policy": """
+    SELECT 'pg_policy'::regclass::oid::int8, oid::int8, polname FROM pg_policy""",
+    "publication": """
+    SELECT 'pg_publication'::regclass::oid::int8, oid::int8, pubname FROM pg_publication
+    UNION ALL
+    SELECT 'pg_publication_rel'::regclass::oid::int8, r.oid::int8, p.pubname
+      FROM pg_publication_rel r JOIN pg_publication p ON p.oid = r.prpubid""",
+    "published schema": """
+    SELECT 'pg_publication_namespace'::regclass::oid::int8, n.oid::int8, p.pubname
+      FROM pg_publication_namespace n JOIN pg_publication p ON p.oid = n.pnpubid""",
+    "subscription": """
+    SELECT 'pg_subscription'::regclass::oid::int8, s.oid::int8, s.subname FROM pg_subscription s
+      JOIN pg_database d ON d.oid = s.subdbid WHERE d.datname = current_database()""",
+    "foreign table": """
+    SELECT 'pg_foreign_server'::regclass::oid::int8, oid::int8, srvname FROM pg_foreign_server
+    UNION ALL
+    SELECT 'pg_foreign_data_wrapper'::regclass::oid::int8, oid::int8, fdwname
+      FROM pg_foreign_data_wrapper w
+     WHERE NOT EXISTS (SELECT FROM pg_depend e WHERE e.objid = w.oid
+                       AND e.classid = 'pg_foreign_data_wrapper'::regclass AND e.deptype = 'e')""",
+}
+
+
 def read_depends(connection: Connection) -> Iterator[tuple[Key, Key, str]]:
     """All edges between users' objects: (dependent, referenced, kind).
 

@@ -68,6 +68,7 @@ def run_delivery(
                 setattr(total, one.name, getattr(total, one.name) + more)
             on_progress(total)
 
+    log.info("tube %s: %d workers deliver", delivery.tube, workers)
     tasks = [WorkerTask(delivery, number, workers) for number in range(workers)]
     # One worker may have written pods for another that had ended: then all look again.
     while _serve_all(tasks, engine, stop, note) and workers > 1 and not stop.is_set():

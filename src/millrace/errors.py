@@ -78,6 +78,10 @@ class ConnectionLost(ServerError):
     """The connection broke; the same work may succeed on a new one."""
 
 
+class EngineLost(ServerError):
+    """What runs tasks has ended, and with it this process's work."""
+
+
 class SlotLost(ServerError):
     """The replication slot is gone or invalidated."""
 

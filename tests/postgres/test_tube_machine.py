@@ -148,7 +148,7 @@ def test_a_delivery_killed_at_some_of_its_failpoints_ends_equal(open_tube: Open)
     subject = dice.choice(SUBJECTS)
     play = open_tube(subject)
     places = (
-        *some_of(TUBE_BATCH, dice, 4),
+        *some_of(TUBE_BATCH, dice, 7),
         *some_of(TUBE_GARBAGE, dice, 3),
         *some_of(TUBE_BACKFILL + TUBE_MOVED, dice, 3),
     )

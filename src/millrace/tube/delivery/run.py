@@ -13,7 +13,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import fields, replace
 
 from millrace.engine import Engine
-from millrace.errors import ConfigError, InvariantError, MillraceError
+from millrace.errors import ConfigError, EngineLost, InvariantError, MillraceError
 from millrace.retry import LONGEST_PAUSE_SECONDS, is_transient
 from millrace.tube.delivery.outlet import open_outlet
 from millrace.tube.delivery.owner import MOST_PARTITIONS, require_session
@@ -118,7 +118,7 @@ def _keep_serving(
             if stop.is_set():
                 return has_spread
             is_final = task.delivery.until_empty and not is_transient(error)
-            if is_final or isinstance(error, ConfigError | InvariantError):
+            if is_final or isinstance(error, ConfigError | EngineLost | InvariantError):
                 raise
             log.warning("worker %d: %s; sent again in %.1f s", task.number, error, pause)
             stop.wait(pause)

@@ -17,7 +17,7 @@ from tests.fixtures.tubes import TubeDatabase, open_tubes
 from tests.fixtures.wait import wait_for
 
 from millrace import failpoint
-from millrace.errors import ConfigError, ServerError
+from millrace.errors import ConfigError, EngineLost, MillraceError, ServerError
 from millrace.postgres.program.embedded import open_cluster
 from millrace.tube.delivery.run import run_delivery
 from millrace.tube.delivery.worker import Worker, WorkerTask
@@ -369,13 +369,14 @@ def test_a_repartition_waits_for_writers_and_never_fails_one(delivered: Delivere
 class OneFails(DirectEngine):
     """The second worker's task can't be mended; the first one's ends when it is cancelled."""
 
-    def __init__(self) -> None:
+    def __init__(self, error: MillraceError) -> None:
         super().__init__()
+        self.error = error
         self.cancelled = threading.Event()
 
     def call(self, body: Any, argument: Any, description: str) -> Any:
         if description.endswith("worker 1"):
-            raise ConfigError("no way")
+            raise self.error
         self.cancelled.wait()
         raise ServerError("cancelled")
 
@@ -383,11 +384,12 @@ class OneFails(DirectEngine):
         self.cancelled.set()
 
 
+@pytest.mark.parametrize("error", [ConfigError("no way"), EngineLost("no way")])
 def test_an_error_of_one_worker_ends_the_delivery_while_another_is_at_work(
-    delivered: Delivered,
+    delivered: Delivered, error: MillraceError
 ) -> None:
-    delivery, engine = delivered.delivery(until_empty=False), OneFails()
-    with pytest.raises(ConfigError, match="no way"):
+    delivery, engine = delivered.delivery(until_empty=False), OneFails(error)
+    with pytest.raises(type(error), match="no way"):
         run_delivery(delivery, 2, engine, stop=threading.Event())
 
 

@@ -44,6 +44,9 @@ SEED = int(os.environ.get("MILLRACE_SEED") or random.SystemRandom().randrange(2*
 # Each takes some seconds; a long run is `make torture`.
 EXAMPLES = int(os.environ.get("MILLRACE_TUBE_EXAMPLES") or 2)
 STEPS = 20
+# Outside of the sink's transaction, whose locks would be waited for until the server ends it: a
+# minute. The campaign has that time.
+FROZEN_AT = ("tube.after_draw", "tube.before_write")
 _numbers = itertools.count(1)
 
 Open = Callable[[Subject], TubePlay]
@@ -105,7 +108,7 @@ def test_anything_in_any_order_ends_equal(open_tube: Open) -> None:
             self.play.start()
 
         @precondition(lambda self: self.play and not self.play.counts[TubeIngredient.FROZEN])
-        @rule(place=st.sampled_from(TUBE_BATCH), dice=st.integers(0, 2**31))
+        @rule(place=st.sampled_from(FROZEN_AT), dice=st.integers(0, 2**31))
         def freeze_a_worker(self, place: str, dice: int) -> None:
             """It is woken when all is at rest."""
             assert self.play is not None
@@ -145,7 +148,7 @@ def test_a_delivery_killed_at_some_of_its_failpoints_ends_equal(open_tube: Open)
     subject = dice.choice(SUBJECTS)
     play = open_tube(subject)
     places = (
-        *some_of(TUBE_BATCH, dice, 4),
+        *some_of(TUBE_BATCH, dice, 7),
         *some_of(TUBE_GARBAGE, dice, 3),
         *some_of(TUBE_BACKFILL + TUBE_MOVED, dice, 3),
     )
@@ -160,7 +163,7 @@ def test_a_delivery_killed_at_some_of_its_failpoints_ends_equal(open_tube: Open)
 
 def test_what_a_frozen_worker_writes_late_loses(open_tube: Open) -> None:
     dice = random.Random(SEED)
-    place = dice.choice(("tube.before_write", "tube.before_commit", "sink.before_commit"))
+    place = dice.choice(FROZEN_AT)
     play = open_tube(dice.choice(SUBJECTS))
     try:
         play.start()

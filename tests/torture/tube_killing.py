@@ -29,16 +29,26 @@ def kill_at(play: TubePlay, place: str, dice: random.Random) -> None:
             program.wait()
     program.disarm()
     program.go_on()
+    if place in TUBE_GARBAGE:
+        play.end(program)
 
 
 def _program_for(play: TubePlay, place: str, dice: random.Random) -> Program:
-    """One that runs. A collection ends at once only where the tube is to be emptied."""
+    """One that runs. A collection ends at once only where the tube is to be emptied; that one has
+    ended when this is over."""
     running = [one for one in play.programs if one.exit_code is None]
     if place not in TUBE_GARBAGE:
         return running[-1] if running else play.start()
     for program in running:
         play.end(program)
-    lead_to(play, place, dice)
+    before = play.counts[TubeIngredient.TRUNCATES]
+
+    def is_truncated() -> bool:
+        play.end_transactions()
+        lead_to(play, place, dice)
+        return play.counts[TubeIngredient.TRUNCATES] > before
+
+    wait_for(is_truncated, "there is garbage")
     return play.start("--until-empty")
 
 

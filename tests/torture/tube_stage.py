@@ -43,6 +43,8 @@ REST_SECONDS = 300
 PATIENCE = "-c lock_timeout=200ms -c statement_timeout=5s"
 # What a statement may fail with that meets others, or a server that is away.
 ORDINARY = (psycopg.OperationalError, psycopg.IntegrityError, psycopg.errors.ObjectInUse)
+# Two clients create the same partition.
+BESIDE_ANOTHER = (psycopg.errors.DuplicateTable, psycopg.errors.InvalidObjectDefinition)
 # What people do to a tube.
 ACTS = (
     TubeIngredient.ONE_BACKFILL,
@@ -179,7 +181,7 @@ class TubePlay:
             for _ in range(dice.choice((1, 1, 3))):
                 write = choose_write(dice)
                 done[OF_WRITE[write]] += write(connection, self.subject, dice)
-        except (psycopg.IntegrityError, psycopg.OperationalError):
+        except (*ORDINARY, *BESIDE_ANOTHER):
             connection.close()
             return
         if how == "late":

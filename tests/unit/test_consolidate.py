@@ -147,6 +147,9 @@ def test_a_plan_survives_being_written_down(tmp_path: Path) -> None:
         registry.ask_retry("a/b")
         assert registry.take_retry("a/b")
         assert not registry.take_retry("a/b")
+        # Whoever waits for it does not see the old error.
+        assert registry.require("a/b").state is SourceState.COPYING
+        registry.enter("a/b", SourceState.HALTED, "it broke", "mend it")
     (status,) = read_status(directory, None)
     assert (status.state, status.error, status.is_running) == ("halted", "it broke", False)
     assert source_directory(directory, "a/b").parent == directory / "sources"

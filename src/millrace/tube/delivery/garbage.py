@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 _KINDS: Final = ("backfill_end", "truncate")
 # Looks that find nothing, at least.
 _LOOKS: Final = 2
+_LOOKS_WHILE_SETTLING: Final = 10
 
 
 def is_collection(kind: object) -> bool:
@@ -43,6 +44,7 @@ class Collection:
         self._given_up: set[str] = set()
         self._empty_since: float | None = None
         self._looks = 0
+        self._looked_at = 0.0
         self._told = False
 
     def page(self, sink: DocumentSink, epoch: int, limit: int) -> dict[str, int]:
@@ -59,6 +61,7 @@ class Collection:
         else:
             listed = sink.list_ids(self._choice, (epoch, self._start), limit + len(self._given_up))
             found = {id_: shard for id_, shard in listed.items() if id_ not in self._given_up}
+        self._looked_at = time.monotonic()
         if found:
             self._empty_since, self._looks = None, 0
         else:
@@ -69,6 +72,12 @@ class Collection:
     def give_up(self, ids: set[str]) -> None:
         """Do not look at these again."""
         self._given_up |= ids
+
+    def is_due(self, seconds: float) -> bool:
+        """Whether to look again: one that only waits until it is settled does so now and then, or
+        many of them would take all the time."""
+        pause = seconds / _LOOKS_WHILE_SETTLING
+        return self._empty_since is None or time.monotonic() - self._looked_at >= pause
 
     def is_settled(self, seconds: float) -> bool:
         since = self._empty_since

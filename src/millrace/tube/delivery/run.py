@@ -113,6 +113,7 @@ def run_delivery(
             total.add(outcome.counts)
             on_progress(total)
 
+    log.info("tube %s: %d workers deliver", delivery.tube, workers)
     tasks = [WorkerTask(delivery, number, workers) for number in range(workers)]
     with watched(delivery, workers):
         # One worker may have written pods for another that had ended: then all look again.

@@ -541,6 +541,8 @@ class Worker:
         for (at, seq), collection in list(self._collections.items()):
             if at != partition or self._is_resting(tube, collection.pod):
                 continue
+            if not collection.is_due(self._settle_seconds):
+                continue
             try:
                 if self._collect_page(tube, partition, seq, collection):
                     return True
@@ -555,6 +557,10 @@ class Worker:
         delete_pods(self._reader, tube, partition, done)
         return bool(done)
 
+    @property
+    def _settle_seconds(self) -> float:
+        return 0.0 if self._delivery.until_empty else self._limits.settle_seconds
+
     def _collect_page(self, tube: Tube, partition: int, seq: int, collection: Collection) -> bool:
         outlet = self._outlet(tube, collection.table)
         epoch = self._draw_version(tube)[0]
@@ -566,8 +572,7 @@ class Worker:
             collection.give_up(self._buried)
             self.counts.collected += len(found) - len(held)
             return len(held) < len(found)
-        settle = 0.0 if self._delivery.until_empty else self._limits.settle_seconds
-        if not collection.is_settled(settle):
+        if not collection.is_settled(self._settle_seconds):
             return False
         failpoint.hit("tube.before_forget")
         collection.finish(outlet.sink, epoch)

@@ -137,13 +137,18 @@ def test_a_plan_survives_being_written_down(tmp_path: Path) -> None:
     )
     directory = tmp_path / "w"
     with Registry(directory) as registry:
-        registry.add("a/b", "postgresql://h/d", plan)
+        registry.begin("a/b")
+        registry.begin("a/b")
+        assert not registry.require("a/b").is_planned
+        registry.write_plan("a/b", "postgresql://h/d", plan)
         registry.enter("a/b", SourceState.HALTED, "it broke", "mend it")
         assert registry.require("a/b").plan == plan
-        assert not registry.take_retry("a/b")
+        assert not registry.take_retry("a/b", SourceState.FOLLOWING)
         registry.ask_retry("a/b")
-        assert registry.take_retry("a/b")
-        assert not registry.take_retry("a/b")
+        assert registry.take_retry("a/b", SourceState.FOLLOWING)
+        assert not registry.take_retry("a/b", SourceState.FOLLOWING)
+        assert registry.require("a/b").state is SourceState.FOLLOWING
+        registry.enter("a/b", SourceState.HALTED, "it broke", "mend it")
     (status,) = read_status(directory, None)
     assert (status.state, status.error, status.is_running) == ("halted", "it broke", False)
     assert source_directory(directory, "a/b").parent == directory / "sources"

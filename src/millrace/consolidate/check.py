@@ -61,7 +61,7 @@ class SourceProblem:
 def check_all(consolidation: Consolidation, directory: Path) -> list[SourceProblem]:
     """Every problem; warnings too."""
     found: list[SourceProblem] = []
-    begun = read_records(directory)
+    begun = {name: one for name, one in read_records(directory).items() if one.is_planned}
     plans = {name: record.plan for name, record in begun.items()}
     for name, source in consolidation.sources.items():
         if name in begun and is_finished(source_directory(directory, name)):

@@ -86,6 +86,10 @@ class SourceDiverged(ServerError):
     """The source's history lacks changes that were received from it."""
 
 
+class EngineLost(ServerError):
+    """What runs tasks has ended, and takes a new process to come back."""
+
+
 class SnapshotLost(ServerError):
     """The exported snapshot can no longer be imported."""
 

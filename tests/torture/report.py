@@ -11,29 +11,34 @@ import sys
 from pathlib import Path
 from typing import Any
 
-FIGURES = (Path("build/torture.json"), Path("build/torture-follow.json"))
+FIGURES = tuple(Path(f"build/torture{kind}.json") for kind in ("", "-follow", "-consolidate"))
 PAGE = Path("docs/reliability.md")
-# Clones and streams have a place each.
+# Clones, streams and consolidations have a place each.
 MARKS = {
     "clone": ("<!-- figures: begin -->\n", "<!-- figures: end -->\n"),
     "follow": ("<!-- figures of streams: begin -->\n", "<!-- figures of streams: end -->\n"),
+    "consolidate": (
+        "<!-- figures of consolidations: begin -->\n",
+        "<!-- figures of consolidations: end -->\n",
+    ),
 }
+NOUNS = {"clone": "clones", "follow": "streams", "consolidate": "consolidation"}
 
 Figures = dict[str, Any]
 
 
 def render(figures: Figures) -> str:
     """The figures as markdown."""
-    is_follow = kind_of(figures) == "follow"
-    rows = _follow_rows(figures) if is_follow else _clone_rows(figures)
+    kind = kind_of(figures)
+    make = {"follow": _follow_rows, "consolidate": _consolidate_rows}.get(kind, _clone_rows)
     lines = [
         f"{figures['date']}, {figures['machine']}, {figures['seconds'] / 60:.0f} minutes of "
-        f"{'streams' if is_follow else 'clones'}, commit {figures['commit']}, "
+        f"{NOUNS[kind]}, commit {figures['commit']}, "
         f"seed {figures['seed']}:",
         "",
         "| | |",
         "| --- | ---: |",
-        *(f"| {name} | {count:,} |" for name, count in rows),
+        *(f"| {name} | {count:,} |" for name, count in make(figures)),
     ]
     if figures.get("failure"):
         lines += ["", f"It ended with a failure: {figures['failure'].splitlines()[0]}"]
@@ -78,6 +83,21 @@ def _follow_rows(figures: Figures) -> list[tuple[str, int]]:
         ("rows changed by them", figures["rows_changed"]),
         ("transactions rolled back", figures["transactions_rolled_back"]),
         ("looks at the target for half a transaction", figures["torn_looks"]),
+        ("tables compared", figures["tables_compared"]),
+        ("rows compared", figures["rows_compared"]),
+        ("**differences**", figures["differences"]),
+    ]
+
+
+def _consolidate_rows(figures: Figures) -> list[tuple[str, int]]:
+    return [
+        ("sources", figures["sources"]),
+        ("rounds, each with all sources compared", figures["rounds"]),
+        ("processes of `millrace consolidate`", figures["processes"]),
+        *_interruptions(figures),
+        *figures["ingredients"].items(),
+        ("transactions on the sources meanwhile", figures["transactions_meanwhile"]),
+        ("rows changed by them", figures["rows_changed"]),
         ("tables compared", figures["tables_compared"]),
         ("rows compared", figures["rows_compared"]),
         ("**differences**", figures["differences"]),

@@ -240,7 +240,8 @@ def remove(
     """Remove a source: its slot, its position, and its schemas on the target.
 
     What others have made of its tables is listed, and refused without --cascade. Take the source
-    out of the file first, or it is begun again.
+    out of the file afterwards: its slot is dropped only while the file says where it is. It is not
+    copied again before the file was without it.
     """
     from millrace.consolidate.remove import remove_source
 

@@ -82,7 +82,11 @@ def wait(
 ) -> None:
     """Until everything that is committed now, on every source of the file, is on the target."""
     ends = {}
+    with Registry(directory) as registry:
+        gone = {name for name, record in registry.read().items() if record.is_gone}
     for name, source in consolidation.sources.items():
+        if name in gone:
+            continue
         with connect(resolve(source.dsn), "consolidate") as connection:
             ends[name] = read_end(connection)
     deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds

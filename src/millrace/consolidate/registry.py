@@ -2,7 +2,8 @@
 
 Invariant: the row of a source is written by the process that runs it, but for what others ask of it
 (`paused`, `retry`, `removed`), which only they set and only it takes back. Who asks for a removal
-touches nothing of the source before that process has said that it has let go of it (`released`).
+touches nothing of the source before that process has said that it has let go of it (`released`). A
+source that is gone stays known until the file no longer has it, or it would be copied again.
 A reader needs no lock. Credentials are not in it.
 """
 
@@ -96,7 +97,9 @@ class SourceRecord:
     is_paused: bool = False
     is_retried: bool = False
     is_removed: bool = False
+    # Whether nothing of a process runs for it any more; and whether nothing of it is left.
     is_released: bool = False
+    is_gone: bool = False
 
     @property
     def is_planned(self) -> bool:
@@ -207,7 +210,12 @@ class Registry:
 
     def release(self, name: str) -> None:
         """Nothing of this process runs for a source that is removed, nor will."""
-        self._write("UPDATE source SET released = 1 WHERE name = ? AND removed = 1", name)
+        self._write("UPDATE source SET released = 1 WHERE name = ? AND released = 0", name)
+
+    def bury(self, name: str) -> None:
+        """Nothing is left of a source that was removed."""
+        query = "UPDATE source SET source = '', plan = '', progress = '{}', released = 2"
+        self._write(f"{query} WHERE name = ?", name)
 
     def forget(self, name: str) -> None:
         self._write("DELETE FROM source WHERE name = ?", name)
@@ -239,4 +247,5 @@ def _record(row: sqlite3.Row) -> SourceRecord:
         bool(row["retry"]),
         bool(row["removed"]),
         bool(row["released"]),
+        row["released"] == 2,
     )

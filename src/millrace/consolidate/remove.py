@@ -101,7 +101,7 @@ def remove_source(
         removed = _remove_stream(source, target, source_directory(directory, name), naming)
         removed += _drop_schemas(target, source_directory(directory, name), naming)
         shutil.rmtree(source_directory(directory, name), ignore_errors=True)
-        registry.forget(name)
+        registry.bury(name)
     return removed
 
 

@@ -29,7 +29,7 @@ from millrace.consolidate.settings import SourceSettings, source_settings
 from millrace.consolidate.source_run import SourceRun
 from millrace.consolidate.turns import SharedEngine, Turns
 from millrace.engine import Engine
-from millrace.errors import ConfigError, WorkDirError
+from millrace.errors import ConfigError, EngineLost, WorkDirError
 from millrace.follow.progress import FollowProgress
 from millrace.log import LogSettings
 from millrace.name import Naming
@@ -68,21 +68,24 @@ class Consolidator:
         self._engine = SharedEngine(engine, Turns(self._consolidation.apply_jobs))
         self._copies = threading.Semaphore(COPIES_AT_ONCE)
         self._runs: dict[str, SourceRun] = {}
+        # Why no task can run any more.
+        self._lost: list[EngineLost] = []
         # Two sources that are planned at once must not get the same schema.
         self._planning = threading.Lock()
         self._target = resolve(self._consolidation.target)
 
     def run(self, stop: threading.Event) -> None:
-        """Until `stop`."""
+        """Until `stop`; raises EngineLost if it takes a new process to continue."""
         with open_lock(self._directory), Registry(self._directory) as registry:
             self._engine.start()
             try:
-                while True:
+                while not self._lost:
                     self._look(registry)
                     if stop.wait(LOOK_SECONDS):
                         return
             finally:
                 self._end()
+            raise self._lost[0]
 
     def _end(self) -> None:
         for run in self._runs.values():
@@ -102,7 +105,9 @@ class Consolidator:
                     self._runs[name].stop()
                 continue
             self._runs.pop(name, None)
-            if record.is_removed:
+            if record.is_gone and name not in wanted:
+                registry.forget(name)
+            elif record.is_removed:
                 registry.release(name)
             elif name not in wanted:
                 self._leave(registry, record)
@@ -145,12 +150,14 @@ class Consolidator:
             copies=self._copies,
             on_progress=self._on_progress,
             on_copied=self._grant,
+            on_lost=self._lost.append,
         )
         run.begin(registry.require(name))
         run.start()
 
     def _settings(self, registry: Registry, record: SourceRecord) -> SourceSettings:
-        """Of a source, planned before if it was not; asks its server."""
+        """Of a source, as the file has it now, planned before if it was not; asks its server."""
+        self._reread()
         source = self._consolidation.require(record.name)
         if not record.is_planned:
             self._plan(registry, source)

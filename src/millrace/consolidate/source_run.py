@@ -28,9 +28,11 @@ from millrace.consolidate.settings import SourceSettings
 from millrace.engine import Engine
 from millrace.errors import (
     ApplyError,
+    EngineLost,
     FormatError,
-    InvariantError,
     MillraceError,
+    ServerError,
+    SnapshotLost,
     WorkDirError,
     as_bug,
 )
@@ -81,8 +83,10 @@ class SourceRun:
         copies: threading.Semaphore,
         on_progress: Callable[[FollowProgress], None] = lambda progress: None,
         on_copied: Callable[[SourceSettings], None] = lambda settings: None,
+        on_lost: Callable[[EngineLost], None] = lambda error: None,
     ) -> None:
-        """`find_settings` may ask servers. `copies`: so many base copies at once."""
+        """`find_settings` may ask servers. `copies`: so many base copies at once. `on_lost`: the
+        engine is gone, for all sources."""
         self.name = name
         self._find_settings = find_settings
         self._engine = engine
@@ -90,6 +94,7 @@ class SourceRun:
         self._copies = copies
         self._on_progress = on_progress
         self._on_copied = on_copied
+        self._on_lost = on_lost
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"source {name}", daemon=True)
         self._noted_at = 0.0
@@ -151,6 +156,8 @@ class SourceRun:
         hint = getattr(error, "hint", "")
         log.error("%s%s", error, f" ({hint})" if hint else "")
         self._registry.enter(self.name, SourceState.FAILED, str(error), hint)
+        if isinstance(error, EngineLost):
+            self._on_lost(error)
 
     def _wait_for_retry(self, seconds: float | None) -> None:
         """For so long, or until somebody asks; meanwhile, changes are received if they can be."""
@@ -358,5 +365,7 @@ def describe_progress(progress: FollowProgress) -> dict[str, object]:
 
 
 def _may_pass(error: Exception) -> bool:
-    """Whether trying again without anybody's help makes sense."""
-    return is_transient(error) and not isinstance(error, InvariantError)
+    """Whether trying again without anybody's help makes sense: servers and tasks come back, and a
+    copy that has lost its snapshot is made anew."""
+    is_of_a_task = type(error) is ServerError and "sqlstate" not in error.facts
+    return is_transient(error) or is_of_a_task or isinstance(error, SnapshotLost)

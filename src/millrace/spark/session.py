@@ -29,7 +29,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import millrace
-from millrace.errors import ConfigError, MillraceError, ServerError, as_bug
+from millrace.errors import ConfigError, EngineLost, MillraceError, ServerError, as_bug
 from millrace.room import AGAIN, NO_ROOM, no_room
 from millrace.spark.java import NO_PERFORMANCE_DATA, class_archive_options, find_java
 from millrace.spark.scratch import Scratch
@@ -153,7 +153,7 @@ class Engine:
             if NO_ROOM in str(error):
                 raise self._no_room() from error
             if self._jvm_is_gone() or _is_out_of_reach(error):
-                raise ServerError(
+                raise EngineLost(
                     f"{description}: Spark's JVM ended",
                     hint="it was killed, perhaps by the out-of-memory killer; see the end of "
                     "spark.log in --dir",

@@ -138,12 +138,11 @@ def run_consolidation(
     options: argparse.Namespace, engine: Engine, directory: Path
 ) -> tuple[Figures, str]:
     """Ten sources in one target, round after round; what stopped it, if something did."""
-    ends_at: float = time.monotonic() + options.minutes * 60
     with open_consolidate_stage(options.seed, directory) as stage:
         campaign = ConsolidateCampaign(stage, engine, options.seed, _say)
         figures = campaign.figures
         try:
-            campaign.run(lambda: time.monotonic() > ends_at)
+            campaign.run(options.minutes * 60)
         except Exception as error:
             stage.keep_logs()
             return figures, f"{type(error).__name__}: {error}"

@@ -64,19 +64,22 @@ class ConsolidateCampaign:
         self._kinds: list[Kind] = []
         self._incidents: list[Callable[[], None]] = []
 
-    def run(self, is_time_up: Callable[[], bool], *, rounds: int | None = None) -> None:
-        """Round after round; raises CampaignFailed unless all end equal."""
+    def run(self, seconds: float) -> None:
+        """Round after round, for so long once all are copied; raises CampaignFailed unless all end
+        equal."""
         stage = self.stage
         stage.write_config(self._names)
         for source in stage.sources.values():
             source.workload.resume(gentle=True)
         self._kill_while_copying()
         self._get_on()
-        while not is_time_up() and (rounds is None or self.figures.rounds < rounds):
-            self._round()
+        ends_at = time.monotonic() + seconds
+        self._say(f"{len(self._names)} sources are copied, and followed")
+        while time.monotonic() < ends_at:
+            self._round(ends_at)
         self._stop()
 
-    def _round(self) -> None:
+    def _round(self, ends_at: float) -> None:
         figures, sources = self.figures, self.stage.sources.values()
         began, written = time.monotonic(), sum(one.workload.committed for one in sources)
         changed = sum(one.workload.rows_changed for one in sources)
@@ -86,6 +89,8 @@ class ConsolidateCampaign:
             self._next_incident()()
             self._interrupt(self._next_kind())
             self._get_on()
+            if time.monotonic() > ends_at:
+                break
         for source in sources:
             source.workload.pause()
         self._present()

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psycopg
 from tests.fixtures.wait import wait_for
-from tests.torture.follow_stage import SOURCE_SETTINGS, SYNCED
+from tests.torture.follow_stage import MOODS, SOURCE_SETTINGS, SYNCED
 from tests.torture.interrupt import CampaignFailed
 from tests.torture.program import Program
 from tests.torture.proxy import Proxy
@@ -45,7 +45,9 @@ TARGET_SETTINGS = {
     "max_active_replication_origins": "40",
 }
 # Written to by incidents alone.
-EXTRA = """
+EXTRA = f"""
+DROP TABLE moody;
+{MOODS}
 CREATE TABLE poisoned (id int PRIMARY KEY, turns int NOT NULL);
 INSERT INTO poisoned SELECT i, 0 FROM generate_series(1, 10) i;
 CREATE TABLE reshaped (id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY, note text);
@@ -71,6 +73,8 @@ class Source:
         return ident(f"{self.name}_public")
 
     def written(self) -> int:
+        """Transactions that it has committed."""
+        self.workload.check()
         return _count(self.uri, "counter")
 
 

@@ -16,6 +16,7 @@ from millrace.clone.ready import is_finished
 from millrace.consolidate.config import Consolidation
 from millrace.consolidate.registry import Registry, SourceState, source_directory
 from millrace.consolidate.settings import SourceSettings, source_settings
+from millrace.consolidate.status import read_records
 from millrace.errors import ApplyError, ServerError, WorkDirError
 from millrace.follow.bound_copy import read_stream
 from millrace.follow.lookout import Lookout
@@ -82,8 +83,7 @@ def wait(
 ) -> None:
     """Until everything that is committed now, on every source of the file, is on the target."""
     ends = {}
-    with Registry(directory) as registry:
-        gone = {name for name, record in registry.read().items() if record.is_gone}
+    gone = {name for name, record in read_records(directory).items() if record.is_gone}
     for name, source in consolidation.sources.items():
         if name in gone:
             continue

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from tests.fixtures.wait import wait_for
 from tests.torture.consolidate_stage import ConsolidateStage, Source
 from tests.torture.figures import ConsolidateFigures
+from tests.torture.follow_stage import insist
 from tests.torture.ingredients import Incident
 from tests.torture.interrupt import CampaignFailed
 from tests.torture.pair import Verdict
@@ -256,12 +257,12 @@ class ConsolidateCampaign:
         source, stage = self._any_source(), self.stage
         key = self._dice.randrange(1, 11)
         self._get_on()
-        stage.insist(stage.target_uri, f"DELETE FROM {source.schema}.poisoned WHERE id = {key}")
-        stage.insist(source.uri, f"UPDATE poisoned SET turns = turns + 1 WHERE id = {key}")
+        _insist(stage.target_uri, f"DELETE FROM {source.schema}.poisoned WHERE id = {key}")
+        _insist(source.uri, f"UPDATE poisoned SET turns = turns + 1 WHERE id = {key}")
         self._halt(source, "poisoned")
         # As it was before.
         source.changes += 1
-        stage.insist(stage.target_uri, f"INSERT INTO {source.schema}.poisoned VALUES ({key}, -1)")
+        _insist(stage.target_uri, f"INSERT INTO {source.schema}.poisoned VALUES ({key}, -1)")
         self._mend(source, Incident.POISONED)
 
     def _reshape(self) -> None:
@@ -269,10 +270,10 @@ class ConsolidateCampaign:
         source, stage = self._any_source(), self.stage
         source.changes += 1
         column = f"extra_{source.changes}"
-        stage.insist(source.uri, f"ALTER TABLE reshaped ADD COLUMN IF NOT EXISTS {column} text")
-        stage.insist(source.uri, f"INSERT INTO reshaped ({column}) VALUES ('new')")
+        _insist(source.uri, f"ALTER TABLE reshaped ADD COLUMN IF NOT EXISTS {column} text")
+        _insist(source.uri, f"INSERT INTO reshaped ({column}) VALUES ('new')")
         self._halt(source, column)
-        stage.insist(
+        _insist(
             stage.target_uri,
             f"ALTER TABLE {source.schema}.reshaped ADD COLUMN IF NOT EXISTS {column} text",
         )
@@ -284,11 +285,9 @@ class ConsolidateCampaign:
         source.changes += 1
         table = f"late_{source.changes}"
         columns = "(id int PRIMARY KEY, v text)"
-        stage.insist(source.uri, f"CREATE TABLE IF NOT EXISTS {table} {columns}")
+        _insist(source.uri, f"CREATE TABLE IF NOT EXISTS {table} {columns}")
         self._halt(source, table)
-        stage.insist(
-            stage.target_uri, f"CREATE TABLE IF NOT EXISTS {source.schema}.{table} {columns}"
-        )
+        _insist(stage.target_uri, f"CREATE TABLE IF NOT EXISTS {source.schema}.{table} {columns}")
         self._mend(source, Incident.NEW_TABLE)
 
     def _halt(self, source: Source, why: str) -> None:
@@ -368,3 +367,8 @@ class ConsolidateCampaign:
             objects += sum(schema.objects.values())
             differences += [f"{name}: schema: {one}" for one in schema.differences]
         return Verdict(tables, rows, tuple(differences), objects)
+
+
+def _insist(uri: str, statements: str) -> None:
+    """Clients have locks on everything."""
+    insist(uri, f"SET lock_timeout = '5s'; {statements}")

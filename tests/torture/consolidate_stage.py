@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psycopg
-from tests.fixtures.wait import wait_for
 from tests.torture.follow_stage import MOODS, SOURCE_SETTINGS, SYNCED
 from tests.torture.interrupt import CampaignFailed
 from tests.torture.program import Program
@@ -146,17 +145,6 @@ class ConsolidateStage:
         with suppress(psycopg.Error):
             return _count(self.target_uri, f"{self.sources[name].schema}.counter")
         return 0
-
-    def insist(self, uri: str, statements: str) -> None:
-        """Until it is done: the server may be away, or the lock taken."""
-
-        def is_done() -> bool:
-            with suppress(psycopg.OperationalError), patiently(uri) as connection:
-                connection.execute(f"SET lock_timeout = '5s'; {statements}".encode())
-                return True
-            return False
-
-        wait_for(is_done, statements)
 
     def close(self) -> None:
         with ExitStack() as stack:

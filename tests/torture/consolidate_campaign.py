@@ -324,7 +324,7 @@ class ConsolidateCampaign:
         self._names.append(late)
         stage.write_config(self._names)
         self._present()
-        wait_for(lambda: stage.status(late).state != "new", "it is begun")
+        self._wait_for(lambda: stage.status(late).state != "new", late, "is begun")
         if self._dice.random() < 0.5:
             self._interrupt(Kind.KILL_DRIVER)
             self._count(Incident.COPY_KILLED, stage.sources[late])

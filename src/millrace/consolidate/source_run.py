@@ -267,13 +267,11 @@ class SourceRun:
             sentinel.set_apply(not self._record().is_paused)
             stream = Stream(settings.follow(one_by_one=one_by_one), self._engine, name=self.name)
             try:
+                # What is asked from now on counts if this attempt fails.
                 self._take_retry()
                 state = stream.open()
                 while state.is_running and not self._is_over():
-                    record = self._record()
-                    if record.is_retried:
-                        self._take_retry()
-                    paused = record.is_paused
+                    paused = self._record().is_paused
                     sentinel.set_apply(not paused)
                     self._note(stream, SourceState.PAUSED if paused else SourceState.FOLLOWING)
                     state = stream.step(POLL_SECONDS)

@@ -17,9 +17,11 @@ from millrace.config.dsn import Dsn
 from millrace.consolidate.control import pause, resume, resync
 from millrace.consolidate.registry import FILE, Registry, SourceState, source_directory
 from millrace.consolidate.remove import remove_source
-from millrace.errors import ApplyError, PreflightError, ServerError
+from millrace.consolidate.run import Consolidator
+from millrace.errors import ApplyError, EngineLost, PreflightError, ServerError
 from millrace.follow import lookout
 from millrace.follow.bound_copy import read_stream
+from millrace.log import LogSettings
 from millrace.postgres.wire.connect import connect
 from millrace.postgres.wire.slot import read_slot
 from millrace.postgres.wire.wal_end import read_end
@@ -219,3 +221,19 @@ def test_what_the_file_says_now_must_be_what_was_copied(
     with Registry(warehouse.directory) as registry:
         assert registry.require("shop").plan.naming.schema("public") == "shop_public"
     assert read_stream(source_directory(warehouse.directory, "shop")) is not None
+
+
+def test_a_process_that_has_lost_its_engine_ends(
+    warehouse: Warehouse,  # noqa: F811
+    shop: str,
+) -> None:
+    def lose(description: str) -> None:
+        raise EngineLost(f"{description}: gone")
+
+    warehouse.engine.before_task = lose
+    consolidator = Consolidator(
+        warehouse.path, warehouse.directory, warehouse.engine, LogSettings()
+    )
+    with pytest.raises(EngineLost, match="gone"):
+        consolidator.run(threading.Event())
+    assert warehouse.status("shop").state == SourceState.FAILED

@@ -8,13 +8,21 @@ from pathlib import Path
 import pytest
 from tests.fixtures.wait import wait_for
 
-from millrace.consolidate.config import Consolidation, Indexes, Views, default_slot, read_config
+from millrace.config.dsn import Dsn
+from millrace.consolidate.config import (
+    Consolidation,
+    Indexes,
+    SourceConfig,
+    Views,
+    default_slot,
+    read_config,
+)
 from millrace.consolidate.plan import SourcePlan, plan_naming
 from millrace.consolidate.registry import Registry, SourceState, source_directory
 from millrace.consolidate.status import read_status
 from millrace.consolidate.turns import Turns
 from millrace.errors import ConfigError
-from millrace.filter.rules import NamePart, Rule
+from millrace.filter.rules import FilterRules, NamePart, Rule
 from millrace.name import Naming
 
 WHOLE = """
@@ -175,3 +183,22 @@ def test_whoever_waits_longest_is_next_and_no_more_than_the_workers_work() -> No
     for thread in threads:
         thread.join()
     assert order == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_plan_is_known_again_from_the_copy_that_was_made_by_it() -> None:
+    filters = FilterRules(
+        (
+            Rule("table-where", (NamePart("public"), NamePart("t")), "id > 3"),
+            Rule("exclude-table", (NamePart("^p", is_regex=True), NamePart("x"))),
+        )
+    )
+    source = SourceConfig("shop", Dsn({}), filters=filters)
+    plan = SourcePlan(
+        Naming({"public": "public"}, prefix="shop_"),
+        (Rule("exclude-index", (NamePart("public"), NamePart("i"))),),
+    )
+    copy = {
+        "filters": plan.filters(source).as_json(),
+        "rename_schema": plan.naming.as_json(),
+    }
+    assert SourcePlan.of_copy(copy, source) == plan

@@ -45,7 +45,7 @@ format: $(STAMP) ## Rewrite the code in our format
 bench: setup ## Run one benchmark (NAME=clone ARGS="...")
 	$(BIN)/python -m bench $(NAME) $(ARGS)
 
-torture: setup ## Interrupt clones, streams (WHAT=follow) or tubes (WHAT=tube) for MINUTES=10 and compare each (SEED=1 repeats one; ARGS="--help")
+torture: setup ## Interrupt clones, streams (WHAT=follow), tubes (tube) or ten sources (consolidate) for MINUTES=10 and compare each (SEED=1 repeats one; ARGS="--help")
 	$(BIN)/python -m tests.torture --what $(WHAT) --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 # Universal: one lock for Python 3.11 to 3.13 on every platform. Only the

@@ -43,11 +43,13 @@ class QualifiedName(NamedTuple):
 class Naming:
     """What names of the source are called on the target; those not in it stay as they are.
 
-    A table's own entry decides before that of its schema.
+    A table's own entry decides before that of its schema. With a prefix, a schema that has no entry
+    gets that before its name: so schemas that come later never meet those of somebody else.
     """
 
     schemas: Mapping[str, str] = field(default_factory=dict)
     tables: Mapping[QualifiedName, QualifiedName] = field(default_factory=dict)
+    prefix: str = ""
 
     def __post_init__(self) -> None:
         _refuse_shared(self.schemas)
@@ -69,7 +71,8 @@ class Naming:
 
     @property
     def is_identity(self) -> bool:
-        return not self.renamed_schemas and all(old == new for old, new in self.tables.items())
+        is_changed = self.prefix or self.renamed_schemas
+        return not is_changed and all(old == new for old, new in self.tables.items())
 
     @property
     def renamed_schemas(self) -> dict[str, str]:
@@ -78,7 +81,7 @@ class Naming:
 
     def schema(self, name: str) -> str:
         """A schema of the source on the target."""
-        return self.schemas.get(name, name)
+        return self.schemas.get(name, f"{self.prefix}{name}")
 
     def target(self, schema: str, name: str) -> QualifiedName:
         """A relation of the source on the target."""
@@ -92,9 +95,11 @@ class Naming:
         if own is not None:
             return own
         found = self._source_schemas.get(schema)
-        if found is None and schema in self.schemas:
-            return None
-        return QualifiedName(schema if found is None else found, name)
+        if found is None and schema.startswith(self.prefix):
+            found = schema.removeprefix(self.prefix)
+            if found in self.schemas:
+                return None
+        return None if found is None else QualifiedName(found, name)
 
     def search_path(self, text: str) -> str:
         """A search path of the source, as a setting has it, with the target's names."""
@@ -122,7 +127,11 @@ class Naming:
         """The same text for equal namings; empty for one that changes nothing."""
         if self.is_identity:
             return ""
-        value: dict[str, object] = {"schemas": dict(sorted(self.renamed_schemas.items()))}
+        # With a prefix, a schema that keeps its name is an exception to it.
+        schemas = self.schemas if self.prefix else self.renamed_schemas
+        value: dict[str, object] = {"schemas": dict(sorted(schemas.items()))}
+        if self.prefix:
+            value["prefix"] = self.prefix
         if self.tables:
             value["tables"] = sorted([list(old), list(new)] for old, new in self.tables.items())
         return json.dumps(value, ensure_ascii=False)
@@ -132,7 +141,7 @@ class Naming:
         """What `as_json` wrote."""
         value = json.loads(text) if text else {}
         tables = {QualifiedName(*old): QualifiedName(*new) for old, new in value.get("tables", ())}
-        return cls(value.get("schemas", {}), tables)
+        return cls(value.get("schemas", {}), tables, value.get("prefix", ""))
 
 
 def parse_renames(texts: Iterable[str]) -> Naming:

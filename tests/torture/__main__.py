@@ -1,8 +1,9 @@
 """`make torture MINUTES=30 SEED=1`: clone after clone, until the time is up or one differs.
 
 The first clone is interrupted fifty times. With `WHAT=follow`, stream after stream, each compared
-after every round of interruptions. With `WHAT=tube`, tube after tube. Ends with 1 at the first
-failure, leaving the work directory, the schedules and all logs of that one in place.
+after every round of interruptions. With `WHAT=tube`, tube after tube; with `WHAT=consolidate`, ten
+sources in one target. Ends with 1 at the first failure, leaving the work directory, the schedules
+and all logs of that one in place.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from pathlib import Path
 import psutil
 from tests.fixtures.usual_signals import usual_signals_for_children
 from tests.torture.campaign import Campaign
+from tests.torture.consolidate_campaign import KINDS as CONSOLIDATE_KINDS
+from tests.torture.consolidate_campaign import ConsolidateCampaign
+from tests.torture.consolidate_stage import open_consolidate_stage
 from tests.torture.figures import Figures
 from tests.torture.follow_campaign import FollowCampaign
 from tests.torture.follow_stage import open_follow_stage
@@ -48,6 +52,7 @@ FIGURES = {
     "clone": Path("build/torture.json"),
     "follow": Path("build/torture-follow.json"),
     "tube": Path("build/torture-tube.json"),
+    "consolidate": Path("build/torture-consolidate.json"),
 }
 
 
@@ -59,7 +64,12 @@ def main() -> int:
     with Engine(default_master(4)) as engine:
         if options.what != "tube":
             engine.start()
-        run = {"clone": run_clones, "follow": run_streams, "tube": run_tubes}[options.what]
+        run = {
+            "clone": run_clones,
+            "follow": run_streams,
+            "tube": run_tubes,
+            "consolidate": run_consolidation,
+        }[options.what]
         figures, failure = run(options, engine, directory)
     figures.write(options.figures, failure=failure, **_about(options.what))
     for kind, count in sorted(figures.interruptions.items()):
@@ -147,6 +157,22 @@ def run_tubes(options: argparse.Namespace, engine: Engine, directory: Path) -> t
     return figures, ""
 
 
+def run_consolidation(
+    options: argparse.Namespace, engine: Engine, directory: Path
+) -> tuple[Figures, str]:
+    """Ten sources in one target, round after round; what stopped it, if something did."""
+    with open_consolidate_stage(options.seed, directory) as stage:
+        campaign = ConsolidateCampaign(stage, engine, options.seed, _say)
+        figures = campaign.figures
+        try:
+            campaign.run(options.minutes * 60)
+        except Exception as error:
+            stage.keep_logs()
+            return figures, f"{type(error).__name__}: {error}"
+    missing = figures.missing(CONSOLIDATE_KINDS)
+    return figures, f"never came up: {'; '.join(missing)}" if missing else ""
+
+
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.torture", description=__doc__)
     parser.add_argument("--what", choices=tuple(FIGURES), default="clone")
@@ -158,7 +184,7 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--short", action="store_true", help="without the clone of fifty")
     parser.add_argument("--dir", type=Path, default=Path("build/torture"))
-    parser.add_argument("--figures", type=Path, help="build/torture.json, or torture-follow.json")
+    parser.add_argument("--figures", type=Path, help="build/torture.json, or that of WHAT")
     options = parser.parse_args()
     if options.seed is None:
         options.seed = random.randrange(2**31)

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.torture.ingredients import Ingredient
+from tests.torture.ingredients import Incident, Ingredient
 from tests.torture.interrupt import CampaignFailed
 from tests.torture.pair import Verdict
 from tests.torture.schedule import TUBE_KINDS, Interruption
@@ -98,3 +99,18 @@ class TubeFigures(Figures):
         return [name for name, count in self.ingredients.items() if not count] + [
             kind for kind in TUBE_KINDS if not self.interruptions[kind]
         ]
+
+
+@dataclass
+class ConsolidateFigures(Figures):
+    """Of many sources in one target, all compared after every round."""
+
+    sources: int = 0
+    rounds: int = 0
+    rows_changed: int = 0
+    ingredients: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(Incident, 0)))
+
+    def missing(self, kinds: Iterable[str]) -> list[str]:
+        """What never came up: ingredients, and these kinds of interruption."""
+        counts = {kind: self.interruptions[kind] for kind in kinds} | self.ingredients
+        return [name for name, count in counts.items() if not count]

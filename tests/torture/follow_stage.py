@@ -261,10 +261,10 @@ class FollowPlay(Move):
         # To survive a restart, whatever the settings: the source sends it from now on.
         settings = "SET lock_timeout = '3s'; SET synchronous_commit = on"
         add = f"{settings}; ALTER TABLE {table} ADD COLUMN IF NOT EXISTS {name} {kind}"
-        _insist(self.target_uri, add)
-        _insist(self.stage.source_uri, add)
+        insist(self.target_uri, add)
+        insist(self.stage.source_uri, add)
         text = f"'{name}'::text"
-        _insist(
+        insist(
             self.stage.source_uri,
             f"SET lock_timeout = '3s'; UPDATE {table} SET {name} = {value.replace('%s', text)}"
             if table != "bare"
@@ -277,9 +277,9 @@ class FollowPlay(Move):
         name = f"late_{self._late}"
         settings = "SET synchronous_commit = on"
         create = f"{settings}; CREATE TABLE IF NOT EXISTS {name} (id int PRIMARY KEY, v text)"
-        _insist(self.target_uri, create)
-        _insist(self.stage.source_uri, create)
-        _insist(
+        insist(self.target_uri, create)
+        insist(self.stage.source_uri, create)
+        insist(
             self.stage.source_uri,
             f"INSERT INTO {name} SELECT i, 'first' FROM generate_series(1, 100) i"
             " ON CONFLICT DO NOTHING",
@@ -287,7 +287,7 @@ class FollowPlay(Move):
 
     def give_identity(self) -> None:
         """The rows of a table can be told apart from now on."""
-        _insist(
+        insist(
             self.stage.source_uri,
             "SET lock_timeout = '3s'; SET synchronous_commit = on;"
             " ALTER TABLE nameless REPLICA IDENTITY FULL",
@@ -342,7 +342,7 @@ class FollowPlay(Move):
             raise CampaignFailed(f"millrace {' '.join(arguments[:3])}: {program.printed()}")
 
 
-def _insist(uri: str, statements: str) -> None:
+def insist(uri: str, statements: str) -> None:
     """Until it is done: the server may be away, or the lock taken."""
 
     def is_done() -> bool:

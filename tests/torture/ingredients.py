@@ -33,6 +33,22 @@ class Ingredient(StrEnum):
     SEQUENCES = "sequences compared at an end"
 
 
+class Incident(StrEnum):
+    """What happens to one of many sources; the name is that in the report."""
+
+    PAUSED = "sources paused and resumed"
+    POISONED = "sources halted by a change that can't be applied, and mended"
+    RESHAPED = "sources halted by another structure, and mended"
+    NEW_TABLE = "sources halted by a table that the target lacks, and mended"
+    ADDED = "sources added while others are followed"
+    REMOVED = "sources removed while others are followed"
+    RESYNCED = "tables copied again"
+    RESYNCED_WHOLE = "sources copied again, all their tables"
+    COPY_KILLED = "base copies that the process died in"
+    HALT_KILLED = "processes killed while a source was halted"
+    OTHERS_WENT_ON = "other sources seen to go on while one was halted"
+
+
 def write_generated(connection: Connection, dice: random.Random) -> int:
     """Keys of which half is computed; some rows are gone again before the commit."""
     values = {"a": dice.randrange(300), "by": dice.randrange(1, 50)}

@@ -11,16 +11,26 @@ import sys
 from pathlib import Path
 from typing import Any
 
-FIGURES = tuple(Path("build") / f"torture{one}.json" for one in ("", "-follow", "-tube"))
+FIGURES = tuple(
+    Path("build") / f"torture{one}.json" for one in ("", "-follow", "-tube", "-consolidate")
+)
 PAGE = Path("docs/reliability.md")
-# Clones, streams and tubes have a place each.
+# Clones, streams, tubes and consolidations have a place each.
 MARKS = {
     "clone": ("<!-- figures: begin -->\n", "<!-- figures: end -->\n"),
     "follow": ("<!-- figures of streams: begin -->\n", "<!-- figures of streams: end -->\n"),
     "tube": ("<!-- figures of tubes: begin -->\n", "<!-- figures of tubes: end -->\n"),
+    "consolidate": (
+        "<!-- figures of consolidations: begin -->\n",
+        "<!-- figures of consolidations: end -->\n",
+    ),
 }
-
-NAMES = {"clone": "clones", "follow": "streams", "tube": "tubes"}
+NAMES = {
+    "clone": "clones",
+    "follow": "streams",
+    "tube": "tubes",
+    "consolidate": "consolidation",
+}
 
 Figures = dict[str, Any]
 
@@ -28,7 +38,12 @@ Figures = dict[str, Any]
 def render(figures: Figures) -> str:
     """The figures as markdown."""
     kind = kind_of(figures)
-    rows = {"clone": _clone_rows, "follow": _follow_rows, "tube": _tube_rows}[kind](figures)
+    make = {
+        "clone": _clone_rows,
+        "follow": _follow_rows,
+        "tube": _tube_rows,
+        "consolidate": _consolidate_rows,
+    }[kind]
     lines = [
         f"{figures['date']}, {figures['machine']}, {figures['seconds'] / 60:.0f} minutes of "
         f"{NAMES[kind]}, commit {figures['commit']}, "
@@ -36,7 +51,7 @@ def render(figures: Figures) -> str:
         "",
         "| | |",
         "| --- | ---: |",
-        *(f"| {name} | {count:,} |" for name, count in rows),
+        *(f"| {name} | {count:,} |" for name, count in make(figures)),
     ]
     if figures.get("failure"):
         lines += ["", f"It ended with a failure: {figures['failure'].splitlines()[0]}"]
@@ -94,6 +109,21 @@ def _tube_rows(figures: Figures) -> list[tuple[str, int]]:
         *_interruptions(figures),
         *figures["ingredients"].items(),
         ("documents compared", figures["rows_compared"]),
+        ("**differences**", figures["differences"]),
+    ]
+
+
+def _consolidate_rows(figures: Figures) -> list[tuple[str, int]]:
+    return [
+        ("sources", figures["sources"]),
+        ("rounds, each with all sources compared", figures["rounds"]),
+        ("processes of `millrace consolidate`", figures["processes"]),
+        *_interruptions(figures),
+        *figures["ingredients"].items(),
+        ("transactions on the sources meanwhile", figures["transactions_meanwhile"]),
+        ("rows changed by them", figures["rows_changed"]),
+        ("tables compared", figures["tables_compared"]),
+        ("rows compared", figures["rows_compared"]),
         ("**differences**", figures["differences"]),
     ]
 

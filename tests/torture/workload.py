@@ -328,17 +328,25 @@ LAST_COMMITS = 50
 class Workload:
     """The clients, each on a thread and a connection of its own."""
 
-    def __init__(self, uri: str, seed: int) -> None:
+    def __init__(
+        self,
+        uri: str,
+        seed: int,
+        *,
+        clients: int = CLIENTS,
+        per_second: float = TRANSACTIONS_PER_SECOND,
+    ) -> None:
         self._uri = uri
         self._seed = seed
+        self._pause_seconds = clients / per_second
         self._stopping = threading.Event()
         self._paused = threading.Event()
         # While a snapshot is being copied, no TRUNCATE may go past it.
         self.is_gentle = True
         # With the table `moody` values can't be sent in binary.
         self.has_moods = True
-        self._busy = [threading.Lock() for _ in range(CLIENTS)]
-        self._connections: list[Connection | None] = [None] * CLIENTS
+        self._busy = [threading.Lock() for _ in range(clients)]
+        self._connections: list[Connection | None] = [None] * clients
         self._failures: list[BaseException] = []
         self.rows_changed = 0
         self.committed = 0
@@ -349,7 +357,7 @@ class Workload:
         self._paused.set()
         self._threads = [
             threading.Thread(target=self._run, args=(number,), name=f"client {number}")
-            for number in range(CLIENTS)
+            for number in range(clients)
         ]
         for thread in self._threads:
             thread.start()
@@ -402,7 +410,7 @@ class Workload:
                 with self._busy[number]:
                     if not self._paused.is_set():
                         connections[number] = self._write(connections[number], dice, number)
-                time.sleep(CLIENTS / TRANSACTIONS_PER_SECOND)
+                time.sleep(self._pause_seconds)
         except BaseException as error:
             self._failures.append(error)
         finally:

@@ -9,14 +9,22 @@ from pathlib import Path
 import pytest
 from tests.fixtures.wait import wait_for
 
-from millrace.consolidate.config import Consolidation, Indexes, Views, default_slot, read_config
+from millrace.config.dsn import Dsn
+from millrace.consolidate.config import (
+    Consolidation,
+    Indexes,
+    SourceConfig,
+    Views,
+    default_slot,
+    read_config,
+)
 from millrace.consolidate.metrics import SourceMetrics
 from millrace.consolidate.plan import SourcePlan, plan_naming
 from millrace.consolidate.registry import Registry, SourceState, source_directory
 from millrace.consolidate.status import read_status
 from millrace.consolidate.turns import Turns
 from millrace.errors import ConfigError
-from millrace.filter.rules import NamePart, Rule
+from millrace.filter.rules import FilterRules, NamePart, Rule
 from millrace.name import Naming
 from millrace.workdir.lock import open_lock
 
@@ -140,15 +148,17 @@ def test_a_plan_survives_being_written_down(tmp_path: Path) -> None:
     )
     directory = tmp_path / "w"
     with Registry(directory) as registry:
-        registry.add("a/b", "postgresql://h/d", plan)
+        registry.begin("a/b")
+        registry.begin("a/b")
+        assert not registry.require("a/b").is_planned
+        registry.write_plan("a/b", "postgresql://h/d", plan)
         registry.enter("a/b", SourceState.HALTED, "it broke", "mend it")
         assert registry.require("a/b").plan == plan
-        assert not registry.take_retry("a/b")
+        assert not registry.take_retry("a/b", SourceState.FOLLOWING)
         registry.ask_retry("a/b")
-        assert registry.take_retry("a/b")
-        assert not registry.take_retry("a/b")
-        # Whoever waits for it does not see the old error.
-        assert registry.require("a/b").state is SourceState.COPYING
+        assert registry.take_retry("a/b", SourceState.FOLLOWING)
+        assert not registry.take_retry("a/b", SourceState.FOLLOWING)
+        assert registry.require("a/b").state is SourceState.FOLLOWING
         registry.enter("a/b", SourceState.HALTED, "it broke", "mend it")
     (status,) = read_status(directory, None)
     assert (status.state, status.error, status.is_running) == ("halted", "it broke", False)
@@ -183,7 +193,8 @@ def test_a_source_that_is_halted_or_behind_is_not_ready(tmp_path: Path) -> None:
     now = time.time()
     with Registry(directory) as registry:
         for name in ("well", "behind", "halted", "paused", "unknown"):
-            registry.add(name, "postgresql://h/d", SourcePlan(Naming()))
+            registry.begin(name)
+            registry.write_plan(name, "postgresql://h/d", SourcePlan(Naming()))
             registry.enter(name, SourceState.FOLLOWING)
         for name, lag in (("well", 1.0), ("behind", 500.0), ("halted", 2.0), ("paused", 900.0)):
             registry.note_progress(name, {"lag_seconds": lag, "noted_at": now})
@@ -205,3 +216,22 @@ def test_a_source_that_is_halted_or_behind_is_not_ready(tmp_path: Path) -> None:
     assert samples["millrace_source_state", "halted", "following"] == 0
     # Nobody runs it: each second it is a second further behind.
     assert samples["millrace_source_lag_seconds", "behind", ""] >= 500
+
+
+def test_a_plan_is_known_again_from_the_copy_that_was_made_by_it() -> None:
+    filters = FilterRules(
+        (
+            Rule("table-where", (NamePart("public"), NamePart("t")), "id > 3"),
+            Rule("exclude-table", (NamePart("^p", is_regex=True), NamePart("x"))),
+        )
+    )
+    source = SourceConfig("shop", Dsn({}), filters=filters)
+    plan = SourcePlan(
+        Naming({"public": "public"}, prefix="shop_"),
+        (Rule("exclude-index", (NamePart("public"), NamePart("i"))),),
+    )
+    copy = {
+        "filters": plan.filters(source).as_json(),
+        "rename_schema": plan.naming.as_json(),
+    }
+    assert SourcePlan.of_copy(copy, source) == plan

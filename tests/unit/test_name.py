@@ -30,6 +30,18 @@ def test_a_schema_that_is_renamed_takes_its_relations_along_and_back() -> None:
     assert naming.source("other", "t") == ("other", "t")
 
 
+def test_with_a_prefix_schemas_that_come_later_never_meet_those_of_others() -> None:
+    naming = Naming({"public": "shop_public", "kept": "kept"}, prefix="shop_")
+    assert naming.target("later", "t") == ("shop_later", "t")
+    assert naming.target("kept", "t") == ("kept", "t")
+    assert naming.source("shop_public", "t") == ("public", "t")
+    assert naming.source("shop_later", "t") == ("later", "t")
+    assert naming.source("later", "t") is None  # somebody else's
+    assert naming.source("shop_kept", "t") is None
+    assert not naming.is_identity
+    assert Naming.from_json(naming.as_json()) == naming
+
+
 def test_two_schemas_can_trade_their_names() -> None:
     naming = parse_renames(["a=b", "b=a"])
     assert naming.target("a", "t") == ("b", "t")

@@ -18,7 +18,7 @@ from millrace.clone.problem import Problem
 from millrace.clone.ready import is_finished
 from millrace.consolidate.config import Consolidation, SourceConfig
 from millrace.consolidate.plan import SourcePlan, read_plan
-from millrace.consolidate.registry import SourceState, source_directory
+from millrace.consolidate.registry import source_directory
 from millrace.consolidate.settings import source_settings
 from millrace.consolidate.status import read_records
 from millrace.errors import MillraceError
@@ -69,8 +69,7 @@ class SourceProblem:
 def check_all(consolidation: Consolidation, directory: Path) -> list[SourceProblem]:
     """Every problem; warnings too."""
     found: list[SourceProblem] = []
-    known = read_records(directory)
-    begun = {name: one for name, one in known.items() if one.state is not SourceState.REMOVED}
+    begun = {name: one for name, one in read_records(directory).items() if one.is_planned}
     plans = {name: record.plan for name, record in begun.items()}
     for name, source in consolidation.sources.items():
         if name in begun and is_finished(source_directory(directory, name)):

@@ -61,7 +61,11 @@ class SourceConfig:
 
     def target_schema(self, schema: str) -> str:
         """What a schema is called on the target; "" for one that is left out."""
-        return self.schemas.get(schema, f"{self.name}_{schema}")
+        return self.schemas.get(schema, f"{self.target_schema_prefix}{schema}")
+
+    @property
+    def target_schema_prefix(self) -> str:
+        return f"{self.name}_"
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,8 @@ from millrace.consolidate.settings import SourceSettings, source_settings
 from millrace.consolidate.status import read_records
 from millrace.errors import ApplyError, ServerError, WorkDirError
 from millrace.follow.bound_copy import read_stream
+from millrace.follow.lookout import Lookout
+from millrace.follow.stream import require_setup
 from millrace.follow.table_sync.resync import queue_tables
 from millrace.log import LogSettings
 from millrace.lsn import render_lsn
@@ -77,6 +79,11 @@ def settings_of(consolidation: Consolidation, directory: Path, name: str) -> Sou
     """The settings of a source that was begun."""
     with Registry(directory) as registry:
         record = registry.require(name)
+    if not record.is_planned:
+        raise WorkDirError(
+            f"source {name} is not planned yet: {record.error or 'its server was not reached'}",
+            hint="`millrace consolidate status` shows why",
+        )
     source = consolidation.require(name)
     return source_settings(source, consolidation, record.plan, directory, LogSettings())
 
@@ -89,13 +96,8 @@ def resync(
     follow = settings.follow()
     if not tables:
         with Sentinel(settings.directory) as sentinel:
-            from millrace.workdir.followed_table import read_followed
-
-            tables = {
-                (one.schema, one.name)
-                for one in read_followed(sentinel).values()
-                if one.root_oid is None
-            }
+            lookout = Lookout(follow, require_setup(sentinel, settings.directory), sentinel)
+            tables = lookout.read_known()
     return queue_tables(follow, tables)
 
 
@@ -107,9 +109,9 @@ def wait(
 ) -> None:
     """Until everything that is committed now, on every source of the file, is on the target."""
     ends = {}
-    known = read_records(directory)
+    gone = {name for name, record in read_records(directory).items() if record.is_gone}
     for name, source in consolidation.sources.items():
-        if name in known and known[name].state is SourceState.REMOVED:
+        if name in gone:
             continue
         with connect(resolve(source.dsn), "consolidate") as connection:
             ends[name] = read_end(connection)
@@ -118,7 +120,9 @@ def wait(
     while waiting:
         _require_well(directory, waiting)
         for name, lsn in list(waiting.items()):
-            if _has_applied(consolidation, source_directory(directory, name), lsn):
+            if _has_applied(
+                consolidation, source_directory(directory, name), lsn
+            ) and not _has_unfollowed(consolidation, directory, name):
                 del waiting[name]
         if not waiting:
             return
@@ -140,10 +144,9 @@ def _require_well(directory: Path, names: Collection[str]) -> None:
         known = registry.read()
     for name in names:
         record = known.get(name)
-        if record is None:
-            continue
-        is_down = record.state in (SourceState.HALTED, SourceState.FAILED)
-        if is_down and not record.is_retried:
+        if record is None or record.is_retried:
+            continue  # it is about to begin, or to go on
+        if record.state in (SourceState.HALTED, SourceState.FAILED):
             raise ApplyError(
                 f"source {name} is {record.state}: {record.error}",
                 hint=record.hint or f"mend it, then: millrace consolidate resume {name}",
@@ -170,3 +173,15 @@ def _has_applied(consolidation: Consolidation, directory: Path, lsn: int) -> boo
     place = place_of(setup, directory, resolve(consolidation.target))
     with closing(place.open_reader()) as spool:
         return spool.plan(max(state.applied_lsn or 0, setup.start_lsn), 1, lsn) is None
+
+
+def _has_unfollowed(consolidation: Consolidation, directory: Path, name: str) -> bool:
+    """Whether the source has tables that are not followed yet: those that came, or were made anew,
+    since it was looked at for them. They are copied soon, or halt the source."""
+    settings = settings_of(consolidation, directory, name)
+    with Sentinel(settings.directory) as sentinel:
+        setup = require_setup(sentinel, settings.directory)
+        if Lookout(settings.follow(), setup, sentinel).read_unfollowed():
+            return True
+        # One of them may have been queued, and followed, meanwhile.
+        return bool(read_requests(sentinel, unfinished=True))

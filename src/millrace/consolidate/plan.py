@@ -74,6 +74,13 @@ class SourcePlan:
         )
 
     @classmethod
+    def of_copy(cls, setup: dict[str, Any], source: SourceConfig) -> SourcePlan:
+        """The plan that a copy was made by, as its work directory has it."""
+        pinned = FilterRules.from_json(setup["filters"])
+        own = tuple(rule for rule in pinned.rules if rule not in source.filters.rules)
+        return cls(Naming.from_json(setup["rename_schema"]), own)
+
+    @classmethod
     def from_json(cls, text: str) -> SourcePlan:
         value = json.loads(text)
         return cls(
@@ -99,8 +106,10 @@ def read_plan(connection: Connection, source: SourceConfig) -> SourcePlan:
 
 
 def plan_naming(source: SourceConfig, schemas: list[str]) -> Naming:
-    """The target's names of schemas."""
-    return Naming({schema: source.target_schema(schema) for schema in schemas})
+    """The target's names of schemas; those that the source gets later have the source's name before
+    theirs, so that they are never taken for a schema of another source, or of the analysts."""
+    names = {schema: source.target_schema(schema) for schema in schemas}
+    return Naming(names, prefix=source.target_schema_prefix)
 
 
 def _left_out_schemas(source: SourceConfig, schemas: list[str]) -> Iterator[Rule]:

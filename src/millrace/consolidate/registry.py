@@ -1,8 +1,10 @@
 """What a consolidation knows of its sources: `consolidate.db` in the work directory.
 
 Invariant: the row of a source is written by the process that runs it, but for what others ask of it
-(`paused`, `retry`, `removed`), which only they set and only it takes back. A reader needs no lock.
-Credentials are not in it.
+(`paused`, `retry`, `removed`), which only they set and only it takes back. Who asks for a removal
+touches nothing of the source before that process has said that it has let go of it (`released`). A
+source that is gone stays known until the file no longer has it, or it would be copied again.
+A reader needs no lock. Credentials are not in it.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from urllib.parse import quote
 
 from millrace.consolidate.plan import SourcePlan
 from millrace.errors import WorkDirError
+from millrace.name import Naming
 from millrace.room import AGAIN, disk_error
 from millrace.workdir.database import open_shared
 from millrace.workdir.format import write_format
@@ -41,7 +44,8 @@ CREATE TABLE IF NOT EXISTS source (
     progress TEXT NOT NULL DEFAULT '{}',
     paused INTEGER NOT NULL DEFAULT 0,
     retry INTEGER NOT NULL DEFAULT 0,
-    removed INTEGER NOT NULL DEFAULT 0
+    removed INTEGER NOT NULL DEFAULT 0,
+    released INTEGER NOT NULL DEFAULT 0
 )
 """
 
@@ -68,7 +72,8 @@ class SourceState(StrEnum):
     HALTED = "halted"
     # It can be neither copied nor received, or its target is away.
     FAILED = "failed"
-    # Removed, and still in the file: it is not begun again as long as it is there.
+    # Nothing is left of it, and it is still in the file: as long as it is there, it is not begun
+    # again.
     REMOVED = "removed"
 
     @property
@@ -95,6 +100,18 @@ class SourceRecord:
     is_paused: bool = False
     is_retried: bool = False
     is_removed: bool = False
+    # Whether nothing of a process runs for it any more.
+    is_released: bool = False
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether nothing of it is left."""
+        return self.state is SourceState.REMOVED
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether its server was ever reached, and it was decided what is copied of it."""
+        return bool(self.source)
 
 
 def source_directory(directory: Path, name: str) -> Path:
@@ -107,6 +124,7 @@ class Registry:
 
     def __init__(self, directory: Path) -> None:
         make_private(directory)
+        self.directory = directory
         self._path = directory / FILE
         self._lock = threading.Lock()
         with self._translated():
@@ -130,7 +148,9 @@ class Registry:
         return {row["name"]: _record(row) for row in rows}
 
     def find(self, name: str) -> SourceRecord | None:
-        return self.read().get(name)
+        with self._translated():
+            row = self._database.execute("SELECT * FROM source WHERE name = ?", (name,)).fetchone()
+        return None if row is None else _record(row)
 
     def require(self, name: str) -> SourceRecord:
         found = self.find(name)
@@ -141,16 +161,24 @@ class Registry:
             )
         return found
 
-    def add(self, name: str, source: str, plan: SourcePlan) -> None:
-        """Note a source that is about to be copied."""
+    def begin(self, name: str) -> None:
+        """Note a source that is about to be planned and copied, unless it is known."""
         self._write(
-            "INSERT INTO source (name, source, plan, state, since) VALUES (?, ?, ?, ?, ?)",
+            "INSERT OR IGNORE INTO source (name, source, plan, state, since)"
+            " VALUES (?, '', '', ?, ?)",
             name,
-            source,
-            plan.as_json(),
             SourceState.COPYING,
             time.time(),
         )
+
+    def write_plan(self, name: str, source: str, plan: SourcePlan) -> None:
+        """What is decided for a source, of the database `source`."""
+        query = "UPDATE source SET source = ?, plan = ? WHERE name = ?"
+        self._write(query, source, plan.as_json(), name)
+
+    def forget_plan(self, name: str) -> None:
+        """Of a source of which nothing is on the target."""
+        self._write("UPDATE source SET source = '', plan = '' WHERE name = ?", name)
 
     def enter(self, name: str, state: SourceState, error: str = "", hint: str = "") -> None:
         """The source is in this state from now on, or still."""
@@ -175,31 +203,26 @@ class Registry:
         """Whatever stopped the source is mended: it is to go on."""
         self._write("UPDATE source SET retry = 1 WHERE name = ?", name)
 
-    def take_retry(self, name: str) -> bool:
-        """Whether that was asked since the last time. If so, the source is no longer halted or
-        failed from the same moment on, so that nobody who waits for it sees the old error."""
-        return (
-            self._write(
-                "UPDATE source SET retry = 0, error = '', hint = '', since = ?,"
-                " state = CASE WHEN state NOT IN (?, ?) THEN state"
-                " WHEN progress = '{}' THEN ? ELSE ? END WHERE name = ? AND retry = 1",
-                time.time(),
-                SourceState.HALTED,
-                SourceState.FAILED,
-                SourceState.COPYING,
-                SourceState.FOLLOWING,
-                name,
-            )
-            > 0
+    def take_retry(self, name: str, state: SourceState) -> bool:
+        """Whether that was asked since the last time; the source is in this state then."""
+        query = (
+            "UPDATE source SET retry = 0, state = ?, since = ?, error = '', hint = ''"
+            " WHERE name = ? AND retry = 1"
         )
+        return self._write(query, state, time.time(), name) > 0
 
     def set_removed(self, name: str) -> None:
         """The source is to be given up, by the process that runs it."""
         self._write("UPDATE source SET removed = 1 WHERE name = ?", name)
 
-    def note_removed(self, name: str) -> None:
-        """Nothing is left of the source but this note."""
-        self._write("UPDATE source SET progress = '{}', paused = 0 WHERE name = ?", name)
+    def release(self, name: str) -> None:
+        """Nothing of this process runs for a source that is removed, nor will."""
+        self._write("UPDATE source SET released = 1 WHERE name = ?", name)
+
+    def bury(self, name: str) -> None:
+        """Nothing is left of a source that was removed."""
+        query = "UPDATE source SET source = '', plan = '', progress = '{}', paused = 0"
+        self._write(f"{query} WHERE name = ?", name)
         self.enter(name, SourceState.REMOVED)
 
     def forget(self, name: str) -> None:
@@ -222,7 +245,7 @@ def _record(row: sqlite3.Row) -> SourceRecord:
     return SourceRecord(
         row["name"],
         row["source"],
-        SourcePlan.from_json(row["plan"]),
+        SourcePlan.from_json(row["plan"]) if row["plan"] else SourcePlan(Naming()),
         SourceState(row["state"]),
         row["since"],
         row["error"],
@@ -231,4 +254,5 @@ def _record(row: sqlite3.Row) -> SourceRecord:
         bool(row["paused"]),
         bool(row["retry"]),
         bool(row["removed"]),
+        bool(row["released"]),
     )

@@ -12,15 +12,18 @@ import time
 from pathlib import Path
 
 from millrace.clone.directory import read_setup
+from millrace.clone.ready import owns_target
 from millrace.config.dsn import Dsn
-from millrace.consolidate.registry import Registry, SourceState, source_directory
+from millrace.consolidate.registry import Registry, source_directory
+from millrace.consolidate.settings import SourceSettings
 from millrace.errors import PreflightError, WorkDirError
 from millrace.follow.bound_copy import read_stream
 from millrace.follow.slot import cleanup
+from millrace.follow.slot_making import read_record
 from millrace.name import Naming
 from millrace.postgres.quote import ident
 from millrace.postgres.run_record import drop_records
-from millrace.postgres.wire.connect import connect, resolve, translated
+from millrace.postgres.wire.connect import cancel_sessions, connect, resolve, translated
 from millrace.workdir.lock import read_holder
 
 log = logging.getLogger(__name__)
@@ -56,34 +59,54 @@ SELECT DISTINCT pg_describe_object(d.classid, d.objid, 0) FROM (
 """
 
 
+def take_back(settings: SourceSettings) -> None:
+    """Remove what an interrupted base copy has left on both servers and in its directory, so that
+    it can be made anew; refused if somebody has made use of it already."""
+    route, directory = settings.route, settings.directory
+    if owns_target(settings.clone()):
+        require_no_dependents(settings.name, route.target, route.naming)
+        run = read_setup(directory)
+        assert run is not None
+        for server in (route.source, route.target):
+            cancel_sessions(server, [run["run_id"]])
+        _remove_stream(route.source, route.target, directory, route.naming)
+        _drop_schemas(route.target, directory, route.naming)
+    else:
+        _remove_stream(route.source, route.target, directory, route.naming)
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+def require_no_dependents(name: str, target: Dsn, naming: Naming) -> None:
+    """Raise if others have made something of a source's tables."""
+    dependents = read_dependents(target, naming)
+    if dependents:
+        count = len(dependents)
+        what = "1 object depends" if count == 1 else f"{count} objects depend"
+        raise PreflightError(
+            f"{what} on source {name}: {', '.join(dependents[:LISTED])}",
+            hint="drop them yourself, or give --cascade to `millrace consolidate remove`, which "
+            "drops them too",
+            dependents=dependents,
+        )
+
+
 def remove_source(
     source: Dsn | None, target: Dsn, directory: Path, name: str, *, cascades: bool
 ) -> list[str]:
     """What was removed. `source`: None if the file has it no longer; its slot stays then."""
     with Registry(directory) as registry:
         record = registry.require(name)
-        if record.state is SourceState.REMOVED:
+        if record.is_gone:
             raise WorkDirError(f"source {name} is removed already", hint="take it out of the file")
         naming = record.plan.naming
-        dependents = read_dependents(target, naming)
-        if dependents and not cascades:
-            count = len(dependents)
-            what = "1 object depends" if count == 1 else f"{count} objects depend"
-            raise PreflightError(
-                f"{what} on source {name}: {', '.join(dependents[:LISTED])}",
-                hint="drop them yourself, or give --cascade, which drops them too",
-                dependents=dependents,
-            )
+        if not cascades:
+            require_no_dependents(name, target, naming)
         registry.set_removed(name)
-        _wait_until_stopped(directory, name)
+        _wait_until_released(registry, directory, name)
         removed = _remove_stream(source, target, source_directory(directory, name), naming)
         removed += _drop_schemas(target, source_directory(directory, name), naming)
         shutil.rmtree(source_directory(directory, name), ignore_errors=True)
-        if source is None:
-            registry.forget(name)
-        else:
-            # It is in the file, and must not be begun again because of that.
-            registry.note_removed(name)
+        registry.bury(name)
     return removed
 
 
@@ -98,10 +121,10 @@ def _schemas(naming: Naming) -> list[str]:
     return sorted(set(naming.schemas.values()))
 
 
-def _wait_until_stopped(directory: Path, name: str) -> None:
+def _wait_until_released(registry: Registry, directory: Path, name: str) -> None:
     """The process that runs the source, if there is one, lets go of it."""
     deadline = time.monotonic() + STOP_SECONDS
-    while read_holder(source_directory(directory, name)) is not None:
+    while read_holder(directory) is not None and not registry.require(name).is_released:
         if time.monotonic() > deadline:
             raise WorkDirError(
                 f"source {name} is still being followed",
@@ -111,27 +134,30 @@ def _wait_until_stopped(directory: Path, name: str) -> None:
 
 
 def _remove_stream(source: Dsn | None, target: Dsn, directory: Path, naming: Naming) -> list[str]:
-    setup = read_stream(directory)
-    if setup is None:
+    setup, making = read_stream(directory), read_record(directory)
+    if setup is not None:
+        slot, identity = setup.slot_name, setup.source
+    elif making is not None:
+        # Whoever made it was killed before the directory knew of it.
+        slot, identity = making.slot, making.source
+    else:
         return []
     if source is None:
         log.warning(
             "slot %s stays on the source, which keeps WAL for it until it is dropped: SELECT "
             "pg_drop_replication_slot('%s')",
-            setup.slot_name,
-            setup.slot_name,
+            slot,
+            slot,
         )
         return []
     with connect(resolve(source), "cleanup") as here, connect(target, "cleanup") as there:
-        return cleanup(here, there, setup.slot_name, setup.source, naming)
+        return cleanup(here, there, slot, identity, naming)
 
 
 def _drop_schemas(target: Dsn, directory: Path, naming: Naming) -> list[str]:
     removed = []
     setup = read_setup(directory)
     with connect(target, "consolidate") as connection:
-        if setup is not None:
-            drop_records(connection, setup["run_id"])
         for schema in _schemas(naming):
             with translated(f"dropping schema {schema}"):
                 query = "SELECT FROM pg_namespace WHERE nspname = %s"
@@ -139,4 +165,7 @@ def _drop_schemas(target: Dsn, directory: Path, naming: Naming) -> list[str]:
                     continue
                 connection.execute(f"DROP SCHEMA {ident(schema)} CASCADE".encode())
                 removed.append(f"schema {schema} on the target")
+        if setup is not None:
+            # Last: as long as they are there, the schemas are known to be ours.
+            drop_records(connection, setup["run_id"])
     return removed

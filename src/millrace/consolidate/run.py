@@ -1,32 +1,40 @@
 """`consolidate run`: every source of the file, copied and followed until it is stopped.
 
 Invariant: one process runs a consolidation; each source lives in a thread of its own and none waits
-for another, but for its turn to copy and to apply. What the file says counts when a source begins;
-what was decided for it then is kept (`millrace.consolidate.plan`).
+for another, but for its turn to copy and to apply: nothing here asks a source's server but in that
+source's thread. What the file says counts when a source begins; what was decided for it then is
+kept (`millrace.consolidate.plan`).
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
 
+from millrace.clone.directory import pinned, read_setup
 from millrace.consolidate.config import SourceConfig, read_config
 from millrace.consolidate.foreign_key_index import ForeignKeyIndexes
 from millrace.consolidate.plan import SourcePlan, read_plan
 from millrace.consolidate.readers import grant_to_readers
 from millrace.consolidate.receive_run import ReceiveRun
-from millrace.consolidate.registry import Registry, SourceRecord, SourceState
+from millrace.consolidate.registry import (
+    Registry,
+    SourceRecord,
+    SourceState,
+    source_directory,
+)
 from millrace.consolidate.settings import SourceSettings, source_settings
 from millrace.consolidate.source_run import SourceRun
 from millrace.consolidate.source_thread import SourceThread
 from millrace.consolidate.turns import SharedEngine, Turns
 from millrace.engine import Engine
-from millrace.errors import ConfigError, MillraceError, WorkDirError
+from millrace.errors import ConfigError, EngineLost, WorkDirError
 from millrace.follow.feed import FeedKind
 from millrace.follow.progress import NEAR_SECONDS, FollowProgress
 from millrace.log import LogSettings
@@ -38,6 +46,8 @@ log = logging.getLogger(__name__)
 
 # How often the file is looked at for sources that came or went.
 LOOK_SECONDS = 2.0
+# How long sources may take to end, each with what it has under way.
+END_SECONDS = 120.0
 # Base copies that are made at once: each has as many tasks as a clone.
 COPIES_AT_ONCE = 1
 
@@ -77,10 +87,14 @@ class Consolidator:
         self._engine = SharedEngine(engine, Turns(self._consolidation.apply_jobs))
         self._copies = threading.Semaphore(COPIES_AT_ONCE)
         self._runs: dict[str, SourceThread] = {}
+        # Why no task can run any more.
+        self._lost: list[EngineLost] = []
+        # Two sources that are planned at once must not get the same schema.
+        self._planning = threading.Lock()
         self._target = resolve(self._consolidation.target)
 
     def run(self, stop: threading.Event) -> None:
-        """Until `stop`."""
+        """Until `stop`; raises EngineLost if it takes a new process to continue."""
         receives = self._service is Service.RECEIVE
         # Two services may have one directory, and two of a kind may not.
         place = self._directory / Service.RECEIVE if receives else self._directory
@@ -93,46 +107,66 @@ class Consolidator:
                 stack.callback(indexes.stop)
                 indexes.start()
             try:
-                while True:
+                while not self._lost:
                     self._look(registry)
                     if stop.wait(LOOK_SECONDS):
                         return
             finally:
-                for run in self._runs.values():
-                    run.stop()
-                for run in self._runs.values():
-                    run.join()
+                self._end()
+            raise self._lost[0]
+
+    def _end(self) -> None:
+        for run in self._runs.values():
+            run.stop()
+        until = time.monotonic() + END_SECONDS
+        for run in self._runs.values():
+            if not run.join(max(0.0, until - time.monotonic())):
+                log.warning("source %s does not end by itself: it is left as it is", run.name)
 
     def _look(self, registry: Registry) -> None:
-        """Begin what the file has, and leave alone what it has not."""
+        """Begin what the file has, and stop what it no longer has."""
         self._reread()
-        known = registry.read()
-        for name, source in self._consolidation.sources.items():
+        if self._service is Service.RECEIVE:
+            self._look_to_receive(registry)
+            return
+        wanted = self._consolidation.sources
+        for name, record in registry.read().items():
             if name in self._runs and self._runs[name].is_alive:
+                if name not in wanted:
+                    self._runs[name].stop()
                 continue
-            record = known.get(name)
-            if record is not None and record.is_removed:
-                continue
-            try:
-                self._begin(registry, source, record)
-            except MillraceError as error:
-                self._refuse(registry, name, error, is_known=record is not None)
-        for name, record in known.items():
-            if record.state is SourceState.REMOVED and name not in self._consolidation.sources:
+            self._runs.pop(name, None)
+            if record.is_gone and name not in wanted:
                 registry.forget(name)
-        for name in self._runs.keys() - self._consolidation.sources.keys():
-            run = self._runs.pop(name)
-            if name in known and not known[name].is_removed:
-                log.warning(
-                    "source %s is no longer in %s: it is stopped, and its slot stays; write it "
-                    "there again to follow it, or to remove it with `millrace consolidate remove"
-                    " %s`",
-                    name,
-                    self._path,
-                    name,
-                )
-            run.stop()
-            run.join()
+            elif record.is_removed:
+                registry.release(name)
+            elif name not in wanted:
+                self._leave(registry, record)
+            else:
+                self._begin(registry, name)
+        for name in wanted.keys() - registry.read().keys():
+            registry.begin(name)
+            self._begin(registry, name)
+
+    def _look_to_receive(self, registry: Registry) -> None:
+        """Receive what the file has; whoever applies it looks after all the rest."""
+        for name, record in registry.read().items():
+            is_wanted = name in self._consolidation.sources and not record.is_removed
+            run = self._runs.get(name)
+            if run is not None and not is_wanted:
+                run.stop()
+            if is_wanted and record.is_planned and (run is None or not run.is_alive):
+                find = partial(self._settings, registry)
+                run = self._runs[name] = ReceiveRun(name, find, registry)
+                run.start()
+
+    def _leave(self, registry: Registry, record: SourceRecord) -> None:
+        """Nobody looks after a source that is no longer in the file."""
+        error = f"it is no longer in {self._path}: neither received nor applied"
+        if record.error != error:
+            log.warning("source %s: %s; its slot stays", record.name, error)
+        hint = f"put it back, or: millrace consolidate remove {record.name}"
+        registry.enter(record.name, SourceState.FAILED, error, hint)
 
     def _reread(self) -> None:
         """What the file says now; if it can't be read, what it said before counts."""
@@ -150,53 +184,51 @@ class Consolidator:
             log.error("%s; what it said before counts", problem)
         self._problem = problem
 
-    def _begin(self, registry: Registry, source: SourceConfig, record: SourceRecord | None) -> None:
-        if record is None:
-            if self._service is Service.RECEIVE:
-                return  # whoever copies it makes the plan
-            plan = self._plan(registry, source)
-            registry.add(source.name, resolve(source.dsn).identity(), plan)
-        run = self._runs[source.name] = self._thread(source.name, registry)
-        run.start()
-
-    def _thread(self, name: str, registry: Registry) -> SourceThread:
-        if self._service is Service.RECEIVE:
-            return ReceiveRun(name, self._settings, registry)
-        is_fed = self._service is Service.REPLAY
-        return SourceRun(
+    def _begin(self, registry: Registry, name: str) -> None:
+        run = SourceRun(
             name,
-            self._settings,
+            partial(self._settings, registry),
             self._engine,
             registry,
             copies=self._copies,
-            feed=FeedKind.OTHER_PROCESS if is_fed else FeedKind.RECEIVER,
+            feed=FeedKind.OTHER_PROCESS if self._service is Service.REPLAY else FeedKind.RECEIVER,
             on_progress=self._on_progress,
             on_copied=self._grant,
+            on_lost=self._lost.append,
         )
+        self._runs[name] = run
+        run.begin(registry.require(name))
+        run.start()
 
-    def _plan(self, registry: Registry, source: SourceConfig) -> SourcePlan:
-        with connect(resolve(source.dsn), "consolidate") as connection:
-            plan = read_plan(connection, source)
-        require_own_names(source.name, plan.naming, registry.read())
-        return plan
-
-    def _settings(self, record: SourceRecord) -> SourceSettings:
+    def _settings(self, registry: Registry, record: SourceRecord) -> SourceSettings:
+        """Of a source, as the file has it now, planned before if it was not; asks its server."""
+        self._reread()
         source = self._consolidation.require(record.name)
+        if not record.is_planned:
+            self._plan(registry, source)
+            record = registry.require(record.name)
         require_same(source, record)
-        return source_settings(
+        settings = source_settings(
             source, self._consolidation, record.plan, self._directory, self._log, self._target
         )
+        require_pins(settings)
+        return settings
+
+    def _plan(self, registry: Registry, source: SourceConfig) -> None:
+        resolved = resolve(source.dsn)
+        copy = read_setup(source_directory(self._directory, source.name))
+        if copy is not None and copy["finished_at"]:
+            # The registry was lost, and what was decided is in the copy.
+            plan = SourcePlan.of_copy(copy, source)
+        else:
+            with connect(resolved, "consolidate") as connection:
+                plan = read_plan(connection, source)
+        with self._planning:
+            require_own_names(source.name, plan.naming, registry.read())
+            registry.write_plan(source.name, resolved.identity(), plan)
 
     def _grant(self, settings: SourceSettings) -> None:
         grant_to_readers(self._target, settings.route.naming, self._consolidation.readers)
-
-    def _refuse(
-        self, registry: Registry, name: str, error: MillraceError, *, is_known: bool
-    ) -> None:
-        """A source that can't begin is tried again with the next look."""
-        if is_known:
-            registry.enter(name, SourceState.FAILED, error.message, error.hint)
-        log.error("source %s: %s%s", name, error, f" ({error.hint})" if error.hint else "")
 
 
 def followed_schemas(registry: Registry) -> set[str]:
@@ -234,6 +266,23 @@ def require_same(source: SourceConfig, record: SourceRecord) -> None:
                 f"schema {schema} of source {source.name} is called {new} on the target, and the "
                 f"file now says {source.target_schema(schema)}",
                 hint="write it as before; or remove the source and add it again, which copies it",
+            )
+
+
+def require_pins(settings: SourceSettings) -> None:
+    """Raise if what is left out, or a name, is another than when the source was copied: what was
+    left out then is not on the target, and what is now would stay there as it is."""
+    copy = read_setup(settings.directory)
+    if copy is None or not copy["finished_at"]:
+        return
+    now = pinned(settings.clone())
+    for field, what in (("filters", "filters or columns"), ("rename_schema", "schemas")):
+        if now[field] != copy[field]:
+            raise WorkDirError(
+                f"source {settings.name} was copied with other {what} than the file now has",
+                hint="write them as before; or remove the source and add it again, which copies it",
+                before=copy[field],
+                now=now[field],
             )
 
 

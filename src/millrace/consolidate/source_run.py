@@ -18,11 +18,26 @@ from millrace.clone.directory import read_setup
 from millrace.clone.progress import Progress
 from millrace.clone.ready import has_every_row, is_finished
 from millrace.consolidate.extension import create_extensions
-from millrace.consolidate.registry import Registry, SourceRecord, SourceState
+from millrace.consolidate.registry import (
+    Registry,
+    SourceRecord,
+    SourceState,
+    source_directory,
+)
+from millrace.consolidate.remove import take_back
 from millrace.consolidate.settings import SourceSettings
-from millrace.consolidate.source_thread import SourceThread
+from millrace.consolidate.source_thread import SourceThread, Stopped
 from millrace.engine import Engine
-from millrace.errors import ApplyError, FormatError, InvariantError, MillraceError, as_bug
+from millrace.errors import (
+    ApplyError,
+    EngineLost,
+    FormatError,
+    MillraceError,
+    ServerError,
+    SnapshotLost,
+    WorkDirError,
+    as_bug,
+)
 from millrace.follow.bound_copy import read_stream
 from millrace.follow.clone_follow import clone_for, prepare_clone
 from millrace.follow.feed import FeedKind, open_receiver, watched
@@ -67,16 +82,18 @@ class SourceRun(SourceThread):
         feed: FeedKind = FeedKind.RECEIVER,
         on_progress: Callable[[FollowProgress], None] = lambda progress: None,
         on_copied: Callable[[SourceSettings], None] = lambda settings: None,
+        on_lost: Callable[[EngineLost], None] = lambda error: None,
     ) -> None:
         """`find_settings` may ask servers. `copies`: so many base copies at once. `feed`: who
-        receives once it is copied."""
+        receives once it is copied. `on_lost`: the engine is gone, for all sources."""
         super().__init__(name, registry)
-        self._feed = feed
         self._find_settings = find_settings
         self._engine = engine
         self._copies = copies
+        self._feed = feed
         self._on_progress = on_progress
         self._on_copied = on_copied
+        self._on_lost = on_lost
         self._noted_at = 0.0
 
     def _run(self) -> None:
@@ -93,10 +110,24 @@ class SourceRun(SourceThread):
                 self._wait_for_retry(pause if _may_pass(error) else None)
                 pause = min(2 * pause, MOST_PAUSE_SECONDS)
 
+    def begin(self, record: SourceRecord) -> None:
+        """A process starts anew what an earlier one could not bring further."""
+        if not record.is_paused and not record.state.is_well:
+            self._registry.ask_retry(self.name)
+            self._take_retry()
+
+    def _take_retry(self) -> bool:
+        """Whether somebody has asked to try again."""
+        is_copied = is_finished(source_directory(self._registry.directory, self.name))
+        state = SourceState.FOLLOWING if is_copied else SourceState.COPYING
+        return self._registry.take_retry(self.name, state)
+
     def _fail(self, error: Exception) -> None:
         hint = self._hint(error)
         log.error("%s%s", error, f" ({hint})" if hint else "")
         self._registry.enter(self.name, SourceState.FAILED, str(error), hint)
+        if isinstance(error, EngineLost):
+            self._on_lost(error)
 
     def _hint(self, error: Exception) -> str:
         """What to do, in the words of this command: others are run again, here one source is."""
@@ -108,7 +139,7 @@ class SourceRun(SourceThread):
         """For so long, or until somebody asks; meanwhile, changes are received if they can be."""
         until = None if seconds is None else time.monotonic() + seconds
         with self._receiving():
-            while not self._is_over() and not self._registry.take_retry(self.name):
+            while not self._is_over() and not self._take_retry():
                 if until is not None and time.monotonic() > until:
                     return
                 self._stopping.wait(POLL_SECONDS)
@@ -138,50 +169,83 @@ class SourceRun(SourceThread):
 
     def _live(self) -> None:
         """Until it is told to stop; raises what it can't live with."""
-        self._wait_while_paused()
         settings = self._find_settings(self._record())
-        if not self._is_over() and not is_finished(settings.directory):
-            with self._copies:
-                if not self._is_over():
-                    self._copy(settings)
-        if is_finished(settings.directory):
-            self._on_copied(settings)
-        one_by_one = False
+        if not is_finished(settings.directory):
+            self._wait_while_paused()
+            with self._turn_to_copy():
+                self._copy(settings)
+            settings = self._find_settings(self._record())
+        self._on_copied(settings)
+        self._follow_on(settings)
+
+    def _follow_on(self, settings: SourceSettings) -> None:
+        """Follow; halt where a change can't be applied, with everything before it applied; go on
+        when somebody asks for it."""
+        suspect = ""
         while not self._is_over():
             try:
-                self._follow(settings, one_by_one=one_by_one)
-                one_by_one = False
+                self._follow(settings, one_by_one=False)
+                continue
             except _Halted as halted:
-                if not one_by_one:
-                    # Once more, so that everything before that change is applied.
-                    log.warning("%s; applying what comes before it", halted)
-                    one_by_one = True
+                cause: MillraceError | None = halted.cause
+                log.warning("%s; applying what comes before it", halted)
+            try:
+                self._follow(settings, one_by_one=True)
+                # Not found among the changes: it went away, or has another reason and comes again.
+                if suspect != str(cause):
+                    suspect = str(cause)
                     continue
-                self._halt(settings, halted.cause)
-                one_by_one = False
+            except _Halted as halted:
+                cause = halted.cause
+            while cause is not None and not self._is_over():
+                cause = self._halt(settings, cause)
+            suspect = ""
 
     def _wait_while_paused(self) -> None:
+        """Before it is copied: afterwards, what is paused is received."""
         while not self._is_over() and self._record().is_paused:
             self._registry.enter(self.name, SourceState.PAUSED)
             self._stopping.wait(POLL_SECONDS)
+
+    @contextmanager
+    def _turn_to_copy(self) -> Iterator[None]:
+        """With one of the base copies that are made at once."""
+        while not self._copies.acquire(timeout=POLL_SECONDS):
+            self._require_wanted()
+        try:
+            self._require_wanted()
+            yield
+        finally:
+            self._copies.release()
+
+    def _require_wanted(self, _: object = None) -> None:
+        if self._is_over():
+            raise Stopped
 
     def _copy(self, settings: SourceSettings) -> None:
         """The base copy: begun, or, if an earlier one was interrupted, continued or made anew."""
         self._registry.enter(self.name, SourceState.COPYING)
         begun = read_setup(settings.directory) is not None
         resumes = begun and has_every_row(settings.clone())
-        restarts = (begun or read_stream(settings.directory) is not None) and not resumes
-        if restarts:
+        if not resumes and (begun or read_stream(settings.directory) is not None):
             log.warning("the base copy was interrupted, and is made anew")
+            take_back(settings)
+            settings = self._plan_anew()
         create_extensions(settings.route)
-        asked = settings.clone(resume=resumes, restart=restarts)
+        asked = settings.clone(resume=resumes)
         slot = prepare_clone(asked, settings.slot)
         stream = Stream(settings.follow(), self._engine, name=self.name)
         try:
-            clone_for(stream, asked, slot, self._engine, _Quiet())
+            clone_for(stream, asked, slot, self._engine, _Watch(self._require_wanted))
         finally:
             stream.stop()
         log.info("copied")
+
+    def _plan_anew(self) -> SourceSettings:
+        """Schemas may have come and gone since it was planned, and nothing is copied by that plan
+        any more."""
+        self._registry.forget_plan(self.name)
+        return self._find_settings(self._record())
 
     def _follow(self, settings: SourceSettings, *, one_by_one: bool) -> None:
         """Apply until told to stop, or until a change can't be applied; one by one, until there is
@@ -190,7 +254,8 @@ class SourceRun(SourceThread):
             sentinel.set_apply(not self._record().is_paused)
             stream = self._open_stream(settings, one_by_one=one_by_one)
             try:
-                self._registry.take_retry(self.name)
+                # What is asked from now on counts if this attempt fails.
+                self._take_retry()
                 state = stream.open()
                 while state.is_running and not self._is_over():
                     paused = self._record().is_paused
@@ -199,20 +264,30 @@ class SourceRun(SourceThread):
                     state = stream.step(POLL_SECONDS)
                     if one_by_one and state is StreamState.FOLLOWING:
                         return
+                self._require_running(stream)
             finally:
                 stream.stop(cancels=True)
-            if state is StreamState.FAILED:
-                assert stream.failure is not None
-                if isinstance(stream.failure, ApplyError | FormatError):
-                    raise _Halted(stream.failure)
-                raise stream.failure
 
     def _open_stream(self, settings: SourceSettings, *, one_by_one: bool = False) -> Stream:
         follow = settings.follow(one_by_one=one_by_one)
         return Stream(follow, self._engine, name=self.name, feed=self._feed)
 
-    def _halt(self, settings: SourceSettings, cause: MillraceError) -> None:
-        """Receive, and apply nothing, until somebody has mended what is wrong."""
+    def _require_running(self, stream: Stream) -> None:
+        """Raise what has ended a stream, if something has."""
+        if stream.failure is not None:
+            if isinstance(stream.failure, ApplyError | FormatError):
+                raise _Halted(stream.failure)
+            raise stream.failure
+        if not stream.state.is_running:
+            raise WorkDirError(
+                "its stream has an end position, and has come to it",
+                hint="take it away: millrace stream sentinel set endpos --none --dir "
+                f"{stream.settings.directory}",
+            )
+
+    def _halt(self, settings: SourceSettings, cause: MillraceError) -> MillraceError | None:
+        """Receive, and apply nothing, until somebody has mended what is wrong: None; or until
+        something else is wrong with the source's tables."""
         hint = self._hint(cause)
         log.error("halted: %s%s", cause, f" ({hint})" if hint else "")
         self._registry.enter(self.name, SourceState.HALTED, cause.message, hint)
@@ -222,15 +297,16 @@ class SourceRun(SourceThread):
             try:
                 state = stream.open()
                 while state.is_running and not self._is_over():
-                    if self._registry.take_retry(self.name):
-                        return
+                    if self._take_retry():
+                        return None
                     self._note(stream, None)
                     state = stream.step(POLL_SECONDS)
+                self._require_running(stream)
+            except _Halted as another:
+                return another.cause
             finally:
                 stream.stop()
-            if state is StreamState.FAILED:
-                assert stream.failure is not None
-                raise stream.failure
+        return None
 
     def _note(self, stream: Stream, state: SourceState | None) -> None:
         """Write down how it is doing; None leaves the state as it is."""
@@ -253,11 +329,12 @@ def receiving(receiver: Receiver) -> Iterator[None]:
         receiver.stop()
 
 
-class _Quiet:
-    """Nobody watches a base copy part by part."""
+class _Watch:
+    """Nobody watches a base copy part by part, but it is asked now and then whether it is still
+    wanted."""
 
-    def update(self, progress: Progress) -> None:
-        """Nothing: what matters is in the registry and the log."""
+    def __init__(self, update: Callable[[Progress], None]) -> None:
+        self.update = update
 
 
 def describe_progress(progress: FollowProgress) -> dict[str, object]:
@@ -277,5 +354,7 @@ def describe_progress(progress: FollowProgress) -> dict[str, object]:
 
 
 def _may_pass(error: Exception) -> bool:
-    """Whether trying again without anybody's help makes sense."""
-    return is_transient(error) and not isinstance(error, InvariantError)
+    """Whether trying again without anybody's help makes sense: servers and tasks come back, and a
+    copy that has lost its snapshot is made anew."""
+    is_of_a_task = type(error) is ServerError and "sqlstate" not in error.facts
+    return is_transient(error) or is_of_a_task or isinstance(error, SnapshotLost)

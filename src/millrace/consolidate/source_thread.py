@@ -7,9 +7,14 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
+from contextlib import suppress
 
 from millrace.consolidate.registry import Registry, SourceRecord
 from millrace.log import logged_as
+
+
+class Stopped(BaseException):
+    """The source is to be stopped, in the middle of whatever is done for it: as by Ctrl-C."""
 
 
 class SourceThread(ABC):
@@ -28,16 +33,18 @@ class SourceThread(ABC):
         """End after what is under way; `join` waits for it."""
         self._stopping.set()
 
-    def join(self) -> None:
+    def join(self, seconds: float) -> bool:
+        """Whether it has ended within so many seconds."""
         if self._thread.ident is not None:
-            self._thread.join()
+            self._thread.join(seconds)
+        return not self.is_alive
 
     @property
     def is_alive(self) -> bool:
         return self._thread.is_alive()
 
     def _work(self) -> None:
-        with logged_as(self.name):
+        with logged_as(self.name), suppress(Stopped):
             self._run()
 
     @abstractmethod
@@ -45,7 +52,10 @@ class SourceThread(ABC):
         """Until `_is_over`."""
 
     def _is_over(self) -> bool:
-        return self._stopping.is_set() or self._record().is_removed
+        if self._stopping.is_set():
+            return True
+        record = self._registry.find(self.name)
+        return record is None or record.is_removed
 
     def _record(self) -> SourceRecord:
         return self._registry.require(self.name)

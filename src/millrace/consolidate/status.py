@@ -26,7 +26,7 @@ class SourceStatus:
     """One source, for people and for programs."""
 
     name: str
-    # One of SourceState, or "new" for one that was not begun.
+    # One of SourceState, "new" for one that was not begun, or "removed".
     state: str
     is_running: bool
     # How long it has been in this state.
@@ -82,6 +82,8 @@ def require_begun(directory: Path) -> None:
 
 
 def _status(record: SourceRecord, *, is_running: bool) -> SourceStatus:
+    if record.is_gone:
+        return SourceStatus(record.name, "removed", is_running)
     progress: dict[str, Any] = record.progress
     age = time.time() - progress.get("noted_at", 0.0)
     lag = progress.get("lag_seconds")

@@ -18,6 +18,7 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from millrace.config.file import read_given
 from millrace.errors import ConfigError
@@ -129,6 +130,29 @@ class FilterRules:
                 entry.append(rule.predicate)
             sections.setdefault(rule.section, []).append(entry)
         return json.dumps(sections, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> FilterRules:
+        """What `as_json` wrote; empty text for no rules."""
+        return cls(
+            tuple(
+                _rule_of(section, entry)
+                for section, entries in (json.loads(text) if text else {}).items()
+                for entry in entries
+            )
+        )
+
+
+def _rule_of(section: str, entry: list[Any]) -> Rule:
+    parts, rest = entry[: SECTIONS[section]], entry[SECTIONS[section] :]
+    return Rule(
+        section,
+        tuple(
+            NamePart(part["~"], is_regex=True) if isinstance(part, dict) else NamePart(part)
+            for part in parts
+        ),
+        *rest,
+    )
 
 
 def read_filters(path: Path) -> FilterRules:

@@ -84,6 +84,23 @@ class Lookout:
                 log.warning("%s.%s is copied again: %s", table.schema, table.name, why)
         return [_name(table) for table, _ in wanted if _name(table) in with_target]
 
+    def read_unfollowed(self) -> list[Name]:
+        """The tables that `look` would request a copy of, or stop the stream for; changes
+        nothing."""
+        with connect(self._settings.source, "look") as source:
+            found = self._read_tables(source)
+        known, pending = read_followed(self._sentinel), self._pending()
+        wanted = [(table, why) for table in found if (why := _why_copied(table, known))]
+        wanted = self._without_excluded(wanted)
+        return [_name(table) for table, _ in wanted if _name(table) not in pending]
+
+    def read_known(self) -> set[Name]:
+        """The tables that are followed, and still there."""
+        with connect(self._settings.source, "look") as source:
+            found = self._read_tables(source)
+        known = read_followed(self._sentinel)
+        return {_name(table) for table in found if table.oid in known}
+
     def _read_tables(self, source: Connection) -> list[PublishedTable]:
         settings, setup = self._settings, self._setup
         sends = self._publications(source).sends_generated

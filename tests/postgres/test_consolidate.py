@@ -225,8 +225,13 @@ def test_a_change_of_structure_halts_its_source_alone_and_exactly_there(
         assert warehouse.query("SELECT id FROM shop_public.seat WHERE id = 99") == []
         # It is still received.
         received = warehouse.status("shop")
-        run_sql(shop, "UPDATE account SET balance = 7 WHERE id = 1")
-        wait_for(lambda: (warehouse.status("shop").lag_bytes or 0) > (received.lag_bytes or 0))
+
+        def writes_and_lags() -> bool:
+            # The lag of before may be that of a batch which was applied in part since then.
+            run_sql(shop, "UPDATE account SET balance = 7")
+            return (warehouse.status("shop").lag_bytes or 0) > (received.lag_bytes or 0)
+
+        wait_for(writes_and_lags)
         # Somebody resumes it before it is mended: it halts again.
         resume(warehouse.directory, "shop")
         warehouse.wait_for_state("shop", SourceState.HALTED)

@@ -22,7 +22,7 @@ from tests.fixtures.usual_signals import usual_signals_for_children
 from tests.torture.campaign import Campaign
 from tests.torture.consolidate_campaign import KINDS as CONSOLIDATE_KINDS
 from tests.torture.consolidate_campaign import ConsolidateCampaign
-from tests.torture.consolidate_stage import open_consolidate_stage
+from tests.torture.consolidate_stage import SOURCES, open_consolidate_stage
 from tests.torture.figures import Figures
 from tests.torture.follow_campaign import FollowCampaign
 from tests.torture.follow_stage import open_follow_stage
@@ -161,7 +161,7 @@ def run_consolidation(
     options: argparse.Namespace, engine: Engine, directory: Path
 ) -> tuple[Figures, str]:
     """Ten sources in one target, round after round; what stopped it, if something did."""
-    with open_consolidate_stage(options.seed, directory) as stage:
+    with open_consolidate_stage(options.seed, directory, sources=options.sources) as stage:
         campaign = ConsolidateCampaign(stage, engine, options.seed, _say)
         figures = campaign.figures
         try:
@@ -182,6 +182,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--megabytes", type=int, default=MEGABYTES, help="size of the shop that is cloned"
     )
+    parser.add_argument("--sources", type=int, default=SOURCES, help="how many are consolidated")
     parser.add_argument("--short", action="store_true", help="without the clone of fifty")
     parser.add_argument("--dir", type=Path, default=Path("build/torture"))
     parser.add_argument("--figures", type=Path, help="build/torture.json, or that of WHAT")

@@ -226,7 +226,7 @@ class ConsolidateCampaign:
 
     def _kill_while_copying(self) -> None:
         """The first copies, of which some are made, one is under way, and most are to come."""
-        for copied in (2, 4):
+        for copied in (len(self._names) // 4, len(self._names) // 2):
             self._present()
             wait_for(lambda copied=copied: len(self._followed()) >= copied, "some are copied")  # type: ignore[misc]
             self._present().process.kill()

@@ -172,7 +172,9 @@ def _count(uri: str, table: str) -> int:
 
 
 @contextmanager
-def open_consolidate_stage(seed: int, directory: Path) -> Iterator[ConsolidateStage]:
+def open_consolidate_stage(
+    seed: int, directory: Path, *, sources: int = SOURCES
+) -> Iterator[ConsolidateStage]:
     """Servers with all sources; databases of different servers have the same names."""
     with ExitStack() as stack:
         servers = {
@@ -187,7 +189,7 @@ def open_consolidate_stage(seed: int, directory: Path) -> Iterator[ConsolidateSt
         target.create_database(TARGET)
         stage = ConsolidateStage(servers, target, directory, seed)
         stack.callback(stage.close)
-        for number in range(SOURCES):
+        for number in range(sources):
             server = f"server{VERSIONS[number % len(VERSIONS)]}"
             stage.add(f"source {number}", server, f"shop_{number // len(VERSIONS)}")
         try:

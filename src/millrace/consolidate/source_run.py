@@ -342,6 +342,9 @@ def describe_progress(progress: FollowProgress) -> dict[str, object]:
     found = asdict(progress)
     kept = ("received_lsn", "applied_lsn", "lag_bytes", "lag_seconds", "changes_per_second")
     source = progress.source
+    if progress.lag_seconds is not None and source.is_out_of_reach:
+        # What it has written since it was last asked, nobody knows.
+        found["lag_seconds"] = progress.lag_seconds + (source.age_seconds or 0.0)
     return {
         **{name: found[name] for name in kept},
         "changes": progress.changes,

@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import thread as futures_thread
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -107,6 +108,23 @@ def test_a_stream_that_is_killed_leaves_the_other_alone_and_continues(
     finally:
         for stream in streams:
             stream.stop()
+
+
+def test_threads_of_a_stream_keep_no_process_from_ending(pair: tuple[Followed, Followed]) -> None:
+    """A stream in a thread of its own, which nobody stops: Ctrl-C of `millrace demo`."""
+    before = set(threading.enumerate())
+    stream = open_stream(pair[0], "shop")
+    try:
+        assert stream.open().is_running
+        [worker] = wait_for(
+            lambda: [one for one in threading.enumerate() if one.name.startswith("apply")]
+        )
+        assert stream.step(0.5).is_running
+        # Python waits for the threads of an executor at its end, daemons or not.
+        assert worker not in set(futures_thread._threads_queues)
+        assert all(one.daemon for one in set(threading.enumerate()) - before)
+    finally:
+        stream.stop()
 
 
 class Lines(logging.Handler):

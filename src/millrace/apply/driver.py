@@ -14,7 +14,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -143,16 +142,36 @@ class Catchup:
         return next(task for task in self._tasks if task.share.has_name(schema, name))
 
     def run(self) -> None:
-        """Until the spool is whole and applied, or `stop`; raises what stopped a worker."""
-        with ThreadPoolExecutor(len(self._tasks), thread_name_prefix="apply") as threads:
-            numbers = range(len(self._tasks))
-            workers = [threads.submit(as_logged(self._work), number) for number in numbers]
+        """Until the spool is whole and applied, or `stop`; raises what stopped a worker.
+
+        Their threads keep no process from ending: one that is left to itself, say by Ctrl-C in
+        another thread, would wait for changes for ever.
+        """
+        failures: list[BaseException] = []
+
+        def work(number: int) -> None:
             try:
-                for worker in workers:
-                    worker.result()
-            except BaseException:
+                self._work(number)
+            except BaseException as error:
+                failures.append(error)
                 self.cancel()
-                raise
+
+        workers = [
+            threading.Thread(
+                target=as_logged(work), args=(number,), name=f"apply {number}", daemon=True
+            )
+            for number in range(len(self._tasks))
+        ]
+        for worker in workers:
+            worker.start()
+        try:
+            for worker in workers:
+                worker.join()
+        except BaseException:
+            self.cancel()
+            raise
+        if failures:
+            raise failures[0]
 
     def close(self) -> None:
         self.spool.close()

@@ -8,9 +8,16 @@ from pathlib import Path
 import millrace
 from millrace.postgres.wire.connect import session_sql
 
-# The embedded servers and the demos' applications play others' parts.
+# The embedded servers, the demos' applications and analysts, and who looks for a pooler with one
+# statement, play others' parts.
 _PLACES = {"postgres/wire/connect.py", "postgres/wire/libpq.py", "postgres/wire/walsender.py"}
-_OTHERS = {"postgres/program/embedded.py", "demo/shop.py", "demo/library.py"}
+_OTHERS = {
+    "postgres/program/embedded.py",
+    "demo/shop.py",
+    "demo/library.py",
+    "cli/demo_consolidate.py",
+    "tube/delivery/session.py",
+}
 _TIMEOUTS = ("statement", "lock", "idle_in_transaction_session", "idle_session", "transaction")
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,6 +42,11 @@ def unseen(source: TubeSource, *statements: str) -> None:
 
 def look(delivery: Delivery, **more: Any) -> VerifyReport:
     return verify(delivery, ThreadEngine(), **more)
+
+
+def replace_sleep(monkeypatch: pytest.MonkeyPatch, what: Callable[[float], object]) -> None:
+    """Of verify alone: other threads sleep, too."""
+    monkeypatch.setattr(task, "time", SimpleNamespace(**{**vars(time), "sleep": what}))
 
 
 def counts(report: VerifyReport) -> tuple[int, int, int, int]:
@@ -166,11 +173,11 @@ def test_a_row_that_is_delivered_between_two_looks_is_no_difference(
     def deliver(seconds: float) -> None:
         pytest.fail("the pod was there")
 
-    monkeypatch.setattr(task.time, "sleep", deliver)
+    replace_sleep(monkeypatch, deliver)
     assert counts(look(source.delivery())) == (0, 0, 0, 1)
     source.run("DELETE FROM t")
-    monkeypatch.setattr(
-        task.time, "sleep", lambda seconds: source.run("UPDATE docs SET stars = 99 WHERE id = 4")
+    replace_sleep(
+        monkeypatch, lambda seconds: source.run("UPDATE docs SET stars = 99 WHERE id = 4")
     )
     assert counts(look(source.delivery())) == (0, 0, 0, 0)
 

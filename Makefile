@@ -8,6 +8,8 @@ CLASSES := $(VENV)/.millrace-classes
 NAME  ?= clone
 ARGS  ?=
 WHAT  ?= clone
+# Files of tests that run at a time. Tests wait a third of their time, so more than there are cores.
+WORKERS ?= 3
 MINUTES ?= 10
 SEED  ?=
 
@@ -22,8 +24,8 @@ setup: $(STAMP) java $(CLASSES) ## Create .venv with the locked packages and thi
 demo: setup ## Copy a demo database between two embedded servers (ARGS="--help")
 	$(BIN)/millrace demo $(ARGS)
 
-test: setup lint types contracts ## Lint, types, import contracts and all tests (ARGS="-k name")
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+test: setup lint types contracts ## Lint, types, import contracts and all tests (ARGS="-k name" WORKERS=3)
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 check: $(STAMP) lint types contracts ## Lint, types, import contracts and the unit tests: the quick round
 	$(BIN)/pytest tests/unit $(ARGS)
@@ -45,7 +47,7 @@ format: $(STAMP) ## Rewrite the code in our format
 bench: setup ## Run one benchmark (NAME=clone ARGS="...")
 	$(BIN)/python -m bench $(NAME) $(ARGS)
 
-torture: setup ## Interrupt clones, streams (WHAT=follow), tubes (tube) or ten sources (consolidate) for MINUTES=10 and compare each (SEED=1 repeats one; ARGS="--help")
+torture: setup ## Interrupt clones, streams (WHAT=follow), tubes (tube), ten sources (consolidate) clones with nothing prepared (resume) or decode WAL (decode) for MINUTES=10 and compare each (SEED=1 repeats one; ARGS="--help")
 	$(BIN)/python -m tests.torture --what $(WHAT) --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 # Universal: one lock for Python 3.11 to 3.13 on every platform. Only the

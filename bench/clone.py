@@ -91,12 +91,16 @@ PEAK_MEMORY_GOAL_GB = 1.5
 
 @dataclass(frozen=True)
 class Options:
-    """`scale` is the share of the full data; `server_version` None means the newest that works."""
+    """`scale` is the share of the full data; `server_version` None means the newest that works.
+
+    `parts` are those that a benchmark is asked for, all of them if there is none.
+    """
 
     quick: bool = False
     rounds: int | None = None
     scale: float | None = None
     server_version: int | None = None
+    parts: tuple[str, ...] = ()
 
 
 def run(options: Options) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -107,6 +107,8 @@ COLUMNS = {
     "load_rows_per_second": "load rows/s",
     "lag_p50_seconds": "lag p50 s",
     "lag_p99_seconds": "lag p99 s",
+    "idle_cpu_share": "share of a core",
+    "idle_mb_per_source": "MB a source",
     "start_ms": "start ms",
     "cpu_ms": "CPU ms",
     "wall_seconds": "wall s",
@@ -161,6 +163,18 @@ def assemble(
         "medians": medians(runs),
         "runs": [asdict(run) for run in runs],
     }
+
+
+def replace_part(
+    whole: Mapping[str, Any],
+    part: Mapping[str, Any],
+    ratios: Callable[[Sequence[Run]], Mapping[str, Ratio]],
+) -> dict[str, Any]:
+    """An earlier result whose data sets that were measured again are replaced."""
+    measured = {run["data_set"] for run in part["runs"]}
+    kept = [run for run in whole["runs"] if run["data_set"] not in measured]
+    runs = [Run(**fields) for fields in (*kept, *part["runs"])]
+    return assemble(part["bench"], runs, ratios(runs), part)
 
 
 def write_json(result: Mapping[str, Any], path: Path) -> None:

@@ -61,6 +61,9 @@ SETTINGS = {
     "autovacuum": "off",
 }
 QUICK_SCALE = 0.1
+WRITE_PART, DRAIN_PART, QUEUE_PART, LAG_PART, HELD_PART = PARTS = (
+    "writes", "drain", "queue", "lag", "held",
+)  # fmt: skip
 # Rows of the four tables that are delivered.
 ROWS = 400_000
 FEWEST_ROWS = 4_000
@@ -91,6 +94,7 @@ def run(options: Options) -> dict[str, Any]:
     version = options.server_version or (
         pgq.SERVER_VERSION if pgq.is_installed() else SERVER_VERSION
     )
+    parts = options.parts or PARTS
     seconds = QUICK if options.quick else FULL
     rows = max(FEWEST_ROWS, int(ROWS * scale))
     runs: list[Run] = []
@@ -101,18 +105,22 @@ def run(options: Options) -> dict[str, Any]:
         facts = machine_facts(source.installation.bindir, JDBC_JAR)
         facts["versions"] |= {"PgQ": pgq.read_version()}
         connection = stack.enter_context(_open_source(source))
-        writers = Writers(source, connection, seconds.write)
-        for number in range(1, rounds + 1):
-            runs += list(_write(writers, number))
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        engine = stack.enter_context(Engine(default_master(max(WORKERS)), {}, folder / "spark.log"))
-        engine.wait()
-        deliverers = stack.enter_context(
-            closing(Deliverers(source, sink, connection, engine, rows))
-        )
-        for number in range(1, rounds + 1):
-            runs += list(_deliver(deliverers, number, seconds))
-        runs += list(_hold(deliverers, rounds, seconds.hold))
+        if WRITE_PART in parts:
+            writers = Writers(source, connection, seconds.write)
+            for number in range(1, rounds + 1):
+                runs += list(_write(writers, number))
+        if set(parts) - {WRITE_PART}:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            master = default_master(max(WORKERS))
+            engine = stack.enter_context(Engine(master, {}, folder / "spark.log"))
+            engine.wait()
+            deliverers = stack.enter_context(
+                closing(Deliverers(source, sink, connection, engine, rows))
+            )
+            for number in range(1, rounds + 1):
+                runs += list(_deliver(deliverers, number, seconds, parts))
+            if HELD_PART in parts:
+                runs += list(_hold(deliverers, rounds, seconds.hold))
     return assemble(
         "tube",
         runs,
@@ -207,15 +215,19 @@ def _write(writers: Writers, number: int) -> Iterator[Run]:
                 yield _told(done, yardstick)
 
 
-def _deliver(deliverers: Deliverers, number: int, seconds: Seconds) -> Iterator[Run]:
-    for size in POD_SIZES:
+def _deliver(
+    deliverers: Deliverers, number: int, seconds: Seconds, parts: Sequence[str]
+) -> Iterator[Run]:
+    for size in POD_SIZES if DRAIN_PART in parts else ():
         for workers in WORKERS[number % len(WORKERS) :] + WORKERS[: number % len(WORKERS)]:
             with Yardstick() as yardstick:
                 done = deliverers.drain(size, workers, number)
             yield _told(done, yardstick)
-    for contestant in ("tube", "PgQ") if pgq.is_installed() else ("tube",):
-        yield _told(deliverers.read_queue(contestant, number))
-    yield _told(deliverers.lag(number, seconds.lag))
+    if QUEUE_PART in parts:
+        for contestant in ("tube", "PgQ") if pgq.is_installed() else ("tube",):
+            yield _told(deliverers.read_queue(contestant, number))
+    if LAG_PART in parts:
+        yield _told(deliverers.lag(number, seconds.lag))
 
 
 def _hold(deliverers: Deliverers, rounds: int, seconds: float) -> Iterator[Run]:

@@ -123,7 +123,7 @@ class Deliverers:
         """The queue alone: pods, or events, of one id are read and deleted by one reader in SQL."""
         events = self._rows // 2
         if contestant == "PgQ":
-            pgq.reset(self._connection)
+            pgq.install(self._connection)
             pgq.fill(self._connection, events)
         else:
             self._touch(1, TABLES[:1], touches=events)

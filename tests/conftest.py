@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ import psutil
 import psycopg
 import pytest
 from tests.fixtures.wait import wait_for
+from tests.fixtures.warm_programs import warm_programs
 from tests.fixtures.warm_receivers import warm_receivers
 
 from millrace.clone.progress import Progress
@@ -29,6 +31,11 @@ pytest_plugins = ["tests.fixtures.leaks"]
 os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="millrace-state-")
 atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 
+# Programs of the tests start hundreds of times; each would compile whatever it imports.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
+_HERE = Path(__file__).parent
 _numbers = itertools.count(1)
 
 # How long an example takes, or the drawing of one, says more about the machine than about the code.
@@ -46,14 +53,14 @@ if Path(_MEMORY).is_dir():
         os.environ.setdefault(FOLDER_VARIABLE, _MEMORY)
 
 
-# The slowest first, then by folder: two processes share out the files, and should end together.
+# The slowest first, then by folder: a few processes share out the files, and should end together.
 _SLOWEST = (
     "spark/test_torture.py",
     "spark/test_torture_follow.py",
     "spark/test_cluster.py",
-    "spark/test_clone_many_tables.py",
-    "spark/test_follow_versions.py",
-    "postgres/test_table_sync_killed.py",
+    "spark/clone/test_many_tables.py",
+    "spark/follow/test_versions.py",
+    "postgres/follow/test_table_sync_killed.py",
     "spark/test_demo.py",
     "spark/test_class_archive.py",
 )
@@ -69,10 +76,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _place(item: pytest.Item) -> tuple[int, int]:
-    folder = item.path.parent.name
-    name = f"{folder}/{item.path.name}"
+    name = item.path.relative_to(_HERE).as_posix()
     slow = _SLOWEST.index(name) if name in _SLOWEST else len(_SLOWEST)
-    return slow, _FOLDERS.index(folder)
+    return slow, _FOLDERS.index(name.split("/")[0])
 
 
 @pytest.fixture(scope="session")
@@ -100,8 +106,8 @@ def system_cluster() -> Iterator[Cluster]:
 
 @pytest.fixture(scope="session")
 def receivers() -> Iterator[None]:
-    """For whoever follows in this process."""
-    with warm_receivers():
+    """For whoever follows in this process, or starts a program that does."""
+    with warm_receivers("tests.fixtures.warm_commands"), warm_programs():
         yield
 
 
@@ -118,10 +124,13 @@ def target_db(target_cluster: Cluster, request: pytest.FixtureRequest) -> Iterat
 
 
 def fresh_database(cluster: Cluster, role: str, request: pytest.FixtureRequest) -> Iterator[str]:
-    from tests.fixtures.leaks import FAILED  # a plug-in, which pytest imports
+    from tests.fixtures.leaks import FAILED, end_snapshot_processes  # a plug-in of pytest's
 
     name = f"{role}_{next(_numbers)}"
+    place = request.getfixturevalue("tmp_path") if "tmp_path" in request.fixturenames else None
     yield cluster.create_database(name)
+    if place is not None:
+        end_snapshot_processes(place)
     if request.node.stash.get(FAILED, False):
         _drop_slots(cluster, name)
     cluster.drop_database(name)

@@ -7,7 +7,7 @@ once.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 A = TypeVar("A")
 R = TypeVar("R")
@@ -46,3 +46,33 @@ class SlottedEngine(Engine, Protocol):
     def slots(self, wanted: int) -> int:
         """How many tasks can run at once; if they are fewer than wanted, more are waited for, some
         time."""
+
+
+E = TypeVar("E", bound=Engine)
+
+
+class EngineView(Generic[E]):
+    """An engine seen by one of its users: it is that engine, but for what a subclass changes."""
+
+    def __init__(self, engine: E) -> None:
+        self._engine = engine
+        self.is_local = engine.is_local
+
+    @property
+    def start_seconds(self) -> float:
+        return self._engine.start_seconds
+
+    def start(self) -> None:
+        self._engine.start()
+
+    def wait(self) -> float:
+        return self._engine.wait()
+
+    def call(self, body: Callable[[A, int], R], argument: A, description: str) -> R:
+        return self._engine.call(body, argument, description)
+
+    def cancel(self) -> None:
+        self._engine.cancel()
+
+    def group(self, name: str) -> Engine:
+        return self._engine.group(name)

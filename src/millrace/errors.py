@@ -86,6 +86,10 @@ class EngineLost(ServerError):
     """What runs tasks has ended, or did not start: no further task can run."""
 
 
+class Blocked(ServerError):
+    """Others hold a lock that is needed; it is asked for again, for as long as it takes."""
+
+
 class TubeLost(ServerError):
     """The tube was dropped."""
 

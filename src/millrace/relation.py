@@ -19,6 +19,8 @@ class Column:
     type_name: str
     # Why the type can't travel in binary, or "" if it can.
     text_reason: str = ""
+    # What the source computes in its place; "" for the column as it is.
+    expression: str = ""
 
 
 @dataclass(frozen=True)

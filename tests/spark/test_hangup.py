@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 import psycopg
+from tests.fixtures.program import MILLRACE
 from tests.fixtures.sql import execute, rows
 from tests.fixtures.wait import DEADLINE_SECONDS, wait_for
 
@@ -55,7 +56,7 @@ def in_terminal(*arguments: str) -> Iterator[subprocess.Popen[bytes]]:
         os.close(ours)
 
 
-def test_a_closed_terminal_leaves_no_slot_and_no_process(
+def test_a_closed_terminal_leaves_the_snapshot_and_its_slot_and_nothing_else(
     source_db: str, target_db: str, tmp_path: Path
 ) -> None:
     execute(source_db, "CREATE TABLE t (id int PRIMARY KEY)")
@@ -72,10 +73,14 @@ def test_a_closed_terminal_leaves_no_slot_and_no_process(
             leader = psutil.Process(process.pid)
             family = wait_for(lambda: leader.children(recursive=True), "Spark is started")
         assert process.wait(DEADLINE_SECONDS) == 129
-    assert rows(source_db, SLOTS) == []
-    assert rows(source_db, "SELECT pubname FROM pg_publication") == []
     psutil.wait_procs(family, timeout=DEADLINE_SECONDS)
     assert [one for one in family if one.is_running() and one.status() != "zombie"] == []
+    assert rows(source_db, SLOTS) == [(slot,)]
+    stop = [*MILLRACE, "snapshot", "--stop", "--dir", str(tmp_path / "work")]
+    told = subprocess.run(stop, capture_output=True, text=True, check=True).stderr
+    assert f"replication slot {slot} and its publications are dropped" in told
+    assert rows(source_db, SLOTS) == []
+    assert rows(source_db, "SELECT pubname FROM pg_publication") == []
 
 
 def test_nohup_means_that_a_closed_terminal_is_nothing_to_us() -> None:

@@ -24,6 +24,7 @@ from tests.torture.failpoints import (
     BEFORE,
     BESIDE,
     FAILPOINTS,
+    OWN_SNAPSHOT,
     TASK,
     read_failpoints,
     some_of,
@@ -40,6 +41,7 @@ from tests.torture.schedule import (
     write_schedule,
 )
 from tests.torture.stage import Play, Stage, open_stage
+from tests.torture.unprepared import UnpreparedCampaign
 
 from millrace.errors import SnapshotLost, WorkDirError
 from millrace.spark.session import Engine
@@ -76,7 +78,7 @@ def assert_ends_equal(play: Play, engine: Engine) -> None:
 
 
 def test_every_failpoint_of_the_source_is_one_we_kill_at() -> None:
-    assert read_failpoints() == set(FAILPOINTS)
+    assert read_failpoints() == {*FAILPOINTS, *OWN_SNAPSHOT}
     assert len(set(FAILPOINTS)) == len(FAILPOINTS)
 
 
@@ -91,6 +93,16 @@ def test_clone_killed_at_failpoints_of_every_stage_ends_equal_to_its_snapshot(
 
 
 # Everything else
+
+
+def test_clone_killed_with_nothing_prepared_ends_equal(
+    stage: Stage, engine: Engine, tmp_path: Path
+) -> None:
+    campaign = UnpreparedCampaign(stage, engine, tmp_path, SEED)
+    try:
+        campaign.run()
+    except AssertionError as error:
+        raise AssertionError(f"again with MILLRACE_SEED={SEED}: {error}") from error
 
 
 def test_a_third_of_all_kinds_of_interruption_at_random_moments_of_one_clone(
@@ -118,7 +130,7 @@ def test_same_seed_gives_the_same_schedules(strategy: object, tmp_path: Path) ->
     assert read_schedule(tmp_path / "schedule.json") == first[-1]
 
 
-def test_killed_holder_means_no_process_goes_on_and_three_ways_out(play: Play) -> None:
+def test_killed_holder_means_no_process_goes_on_and_two_ways_out(play: Play) -> None:
     program = stopped_at(play, "copy.begin")
     assert play.holder is not None
     play.holder.process.kill()
@@ -126,11 +138,11 @@ def test_killed_holder_means_no_process_goes_on_and_three_ways_out(play: Play) -
     wait_for(lambda: not backend_lives(play), "the snapshot's session is gone")
     program.go_on()
     assert program.wait() == SnapshotLost.exit_code
-    assert_three_ways_out(program)
+    assert_two_ways_out(program)
     play.assert_nothing_runs()
     again = play.start()
     assert again.wait() == SnapshotLost.exit_code
-    assert_three_ways_out(again)
+    assert_two_ways_out(again)
 
 
 def backend_lives(play: Play) -> bool:
@@ -139,14 +151,14 @@ def backend_lives(play: Play) -> bool:
         return connection.execute(query, (play.held_by,)).fetchone() is not None
 
 
-def assert_three_ways_out(program: Program) -> None:
+def assert_two_ways_out(program: Program) -> None:
     printed = program.printed()
-    for way in ("millrace snapshot", "--restart", "--resume --not-consistent"):
+    for way in ("--restart", "--resume --not-consistent"):
         assert way in printed
     assert "Traceback" not in printed
 
 
-def test_restarted_source_means_a_clean_refusal_with_three_ways_out(play: Play) -> None:
+def test_restarted_source_means_a_clean_refusal_with_two_ways_out(play: Play) -> None:
     program = stopped_at(play, "copy.begin")
     play.stage.restart_source()
     program.go_on()
@@ -154,7 +166,7 @@ def test_restarted_source_means_a_clean_refusal_with_three_ways_out(play: Play) 
     assert "Traceback" not in program.printed()
     again = play.start()
     assert again.wait() == SnapshotLost.exit_code
-    assert_three_ways_out(again)
+    assert_two_ways_out(again)
 
 
 @pytest.fixture

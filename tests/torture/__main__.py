@@ -2,8 +2,9 @@
 
 The first clone is interrupted fifty times. With `WHAT=follow`, stream after stream, each compared
 after every round of interruptions. With `WHAT=tube`, tube after tube; with `WHAT=consolidate`, ten
-sources in one target. Ends with 1 at the first failure, leaving the work directory, the schedules
-and all logs of that one in place.
+sources in one target; with `WHAT=resume`, clones that are killed with nothing prepared; with
+`WHAT=decode`, WAL files are decoded and held against the server's own decoding. Ends with 1 at the
+first failure, leaving the work directory, the schedules and all logs of that one in place.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from tests.torture.campaign import Campaign
 from tests.torture.consolidate_campaign import KINDS as CONSOLIDATE_KINDS
 from tests.torture.consolidate_campaign import ConsolidateCampaign
 from tests.torture.consolidate_stage import SOURCES, open_consolidate_stage
+from tests.torture.decode_campaign import DecodeCampaign
 from tests.torture.figures import Figures
 from tests.torture.follow_campaign import FollowCampaign
 from tests.torture.follow_stage import open_follow_stage
@@ -37,6 +39,7 @@ from tests.torture.schedule import (
 )
 from tests.torture.stage import open_stage
 from tests.torture.tube_campaign import TubeCampaign, open_tube_stage
+from tests.torture.unprepared import UnpreparedCampaign
 
 from millrace.spark.session import Engine, default_master
 
@@ -53,6 +56,8 @@ FIGURES = {
     "follow": Path("build/torture-follow.json"),
     "tube": Path("build/torture-tube.json"),
     "consolidate": Path("build/torture-consolidate.json"),
+    "resume": Path("build/torture-resume.json"),
+    "decode": Path("build/torture-decode.json"),
 }
 
 
@@ -62,13 +67,15 @@ def main() -> int:
     directory = options.dir / f"{options.what}-seed-{options.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     _say(f"seed {options.seed}, {options.minutes:g} minutes, evidence in {directory}")
     with Engine(default_master(4)) as engine:
-        if options.what != "tube":
+        if options.what not in ("tube", "decode"):
             engine.start()
         run = {
             "clone": run_clones,
             "follow": run_streams,
             "tube": run_tubes,
             "consolidate": run_consolidation,
+            "resume": run_unprepared,
+            "decode": run_decodings,
         }[options.what]
         figures, failure = run(options, engine, directory)
     figures.write(options.figures, failure=failure, **_about(options.what))
@@ -111,6 +118,41 @@ def run_clones(options: argparse.Namespace, engine: Engine, directory: Path) -> 
             )
             figures.write(options.figures, **_about("clone"))
     return figures, ""
+
+
+def run_unprepared(
+    options: argparse.Namespace, engine: Engine, directory: Path
+) -> tuple[Figures, str]:
+    """Clones whose snapshot only they themselves hold."""
+    ends_at = time.monotonic() + options.minutes * 60
+    with open_stage(megabytes=options.megabytes) as stage:
+        campaign = UnpreparedCampaign(stage, engine, directory, options.seed, _say)
+        figures = campaign.figures
+        while time.monotonic() < ends_at:
+            try:
+                campaign.run()
+            except Exception as error:
+                return figures, f"{type(error).__name__}: {error}"
+            _say(f"clone {figures.clones} is equal; so far {figures.total} interruptions")
+            figures.write(options.figures, **_about("resume"))
+    return figures, ""
+
+
+def run_decodings(
+    options: argparse.Namespace, engine: Engine, directory: Path
+) -> tuple[Figures, str]:
+    """One workload after the other, on every version in turn."""
+    ends_at = time.monotonic() + options.minutes * 60
+    campaign = DecodeCampaign(directory, options.seed, _say)
+    while time.monotonic() < ends_at or not campaign.figures.workloads:
+        try:
+            campaign.run()
+        except Exception as error:
+            return campaign.figures, f"{type(error).__name__}: {error}"
+        campaign.figures.write(options.figures, **_about("decode"))
+    if missing := campaign.figures.missing():
+        return campaign.figures, f"never came up: {'; '.join(missing)}"
+    return campaign.figures, ""
 
 
 def run_streams(

@@ -19,6 +19,7 @@ from tests.torture.ingredients import Incident
 from tests.torture.interrupt import CampaignFailed
 from tests.torture.pair import Verdict
 from tests.torture.program import Program
+from tests.torture.random_ddl import choose
 from tests.torture.schedule import Kind
 
 from millrace.compare.run import compare_schema
@@ -42,6 +43,8 @@ KINDS = (*ENDS, Kind.KILL_WORKER, Kind.KILL_RECEIVER, Kind.CUT_SOURCE, Kind.CUT_
 # Between two comparisons.
 INCIDENTS_PER_ROUND = 4
 VICTIM_SECONDS = 20.0
+# How many changes of structure come together.
+DDL_PER_INCIDENT = 12
 
 
 class ConsolidateCampaign:
@@ -144,7 +147,7 @@ class ConsolidateCampaign:
             find = {
                 Kind.KILL_JVM: lambda: [one for one in (program.jvm(),) if one],
                 Kind.KILL_WORKER: program.workers,
-                Kind.KILL_RECEIVER: program.receivers,
+                Kind.KILL_RECEIVER: program.forked,
             }[kind]
             deadline = time.monotonic() + VICTIM_SECONDS
             while not (found := find()) and time.monotonic() < deadline:
@@ -213,7 +216,8 @@ class ConsolidateCampaign:
     def _next_incident(self) -> Callable[[], None]:
         if not self._incidents:
             every = [self._pause, self._poison, self._reshape, self._create_table, self._add,
-                     self._resync, self._resync_whole]  # fmt: skip
+                     self._resync, self._resync_whole, self._change_structure,
+                     self._change_structure, self._change_structure]  # fmt: skip
             self._incidents = self._dice.sample(every, len(every))
         return self._incidents.pop()
 
@@ -266,29 +270,41 @@ class ConsolidateCampaign:
         self._mend(source, Incident.POISONED)
 
     def _reshape(self) -> None:
-        """A column that the target has not."""
+        """A column that the target has already."""
         source, stage = self._any_source(), self.stage
         source.changes += 1
         column = f"extra_{source.changes}"
-        _insist(source.uri, f"ALTER TABLE reshaped ADD COLUMN IF NOT EXISTS {column} text")
+        add = f"reshaped ADD COLUMN IF NOT EXISTS {column} text"
+        _insist(stage.target_uri, f"ALTER TABLE {source.schema}.{add}")
+        _insist(source.uri, f"ALTER TABLE {add.replace('IF NOT EXISTS ', '')}")
         _insist(source.uri, f"INSERT INTO reshaped ({column}) VALUES ('new')")
         self._halt(source, column)
-        _insist(
-            stage.target_uri,
-            f"ALTER TABLE {source.schema}.reshaped ADD COLUMN IF NOT EXISTS {column} text",
-        )
+        self._present()
+        self.stage.command("ddl", "skip", source.name)
         self._mend(source, Incident.RESHAPED)
 
     def _create_table(self) -> None:
-        """A table that the target has not."""
+        """A table that the target has already, in another form."""
         source, stage = self._any_source(), self.stage
         source.changes += 1
         table = f"late_{source.changes}"
-        columns = "(id int PRIMARY KEY, v text)"
-        _insist(source.uri, f"CREATE TABLE IF NOT EXISTS {table} {columns}")
+        create = f"CREATE TABLE {table} (id int PRIMARY KEY, v text)"
+        _insist(stage.target_uri, f"CREATE TABLE IF NOT EXISTS {source.schema}.{table} (x int)")
+        _insist(source.uri, create)
         self._halt(source, table)
-        _insist(stage.target_uri, f"CREATE TABLE IF NOT EXISTS {source.schema}.{table} {columns}")
+        self._present()
+        stage.command("ddl", "edit", source.name, "--text", f"DROP TABLE {table}; {create}")
         self._mend(source, Incident.NEW_TABLE)
+
+    def _change_structure(self) -> None:
+        """Some changes of structure of some sources, at once with everything else."""
+        for _ in range(DDL_PER_INCIDENT):
+            source = self._any_source()
+            source.changes += 1
+            incident, texts = choose(self._dice, source.changes)
+            for text in texts:
+                insist(source.uri, text)
+            self.figures.ingredients[incident] += 1
 
     def _halt(self, source: Source, why: str) -> None:
         self._wait_for_state(source, SourceState.HALTED)

@@ -52,6 +52,7 @@ BESIDE = (
 )
 # After the data; in the driver.
 AFTER = (
+    "snapshot.given-back",
     "copy.checked",
     "attach.begin",
     "attach.done",
@@ -68,6 +69,8 @@ AFTER = (
     "records.dropped",
 )
 FAILPOINTS = BEFORE + TASK + BESIDE + AFTER
+# Only of a run whose snapshot nobody holds for it; `tests.torture.unprepared` kills there.
+OWN_SNAPSHOT = ("snapshot.held",)
 # Passed again and again: for each part, index, table.
 REPEATED = TASK[:-1] + BESIDE[2:]
 
@@ -87,11 +90,11 @@ APPLY = (
     "apply.before_commit",
     "apply.after_commit",
 )
-# When a stream begins; tests/postgres/test_slot_making.py kills at it.
+# When a stream begins; tests/postgres/follow/test_slot_making.py kills at it.
 BEGIN = ("slot.made",)
 STREAM = RECEIVER + APPLY + BEGIN
 # While a table is copied again: in the driver, and in the Spark task that copies.
-# tests/spark/test_table_sync.py kills at them.
+# tests/spark/follow/test_table_sync.py kills at them.
 SYNC = (
     "sync.taken_up",
     "sync.copying",

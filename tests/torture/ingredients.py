@@ -38,8 +38,8 @@ class Incident(StrEnum):
 
     PAUSED = "sources paused and resumed"
     POISONED = "sources halted by a change that can't be applied, and mended"
-    RESHAPED = "sources halted by another structure, and mended"
-    NEW_TABLE = "sources halted by a table that the target lacks, and mended"
+    RESHAPED = "sources halted by DDL that fails on the target, and skipped"
+    NEW_TABLE = "sources halted by DDL that fails on the target, and edited"
     ADDED = "sources added while others are followed"
     REMOVED = "sources removed while others are followed"
     RESYNCED = "tables copied again"
@@ -47,6 +47,18 @@ class Incident(StrEnum):
     COPY_KILLED = "base copies that the process died in"
     HALT_KILLED = "processes killed while a source was halted"
     OTHERS_WENT_ON = "other sources seen to go on while one was halted"
+    DDL_CREATE_TABLE = "DDL: CREATE TABLE"
+    DDL_CREATE_TABLE_AS = "DDL: CREATE TABLE AS"
+    DDL_ADD_COLUMN = "DDL: ALTER TABLE ADD COLUMN"
+    DDL_VOLATILE = "DDL: ALTER TABLE with values that only the source knows"
+    DDL_ALTER_TYPE = "DDL: ALTER TABLE ALTER COLUMN TYPE"
+    DDL_RENAME = "DDL: ALTER TABLE RENAME"
+    DDL_DROP_TABLE = "DDL: DROP TABLE"
+    DDL_PARTITION = "DDL: partitions created and detached"
+    DDL_INDEX = "DDL: CREATE INDEX"
+    DDL_VIEW = "DDL: CREATE VIEW"
+    DDL_ENUM = "DDL: ALTER TYPE ADD VALUE"
+    DDL_SCHEMA = "DDL: schemas created and renamed"
 
 
 def write_generated(connection: Connection, dice: random.Random) -> int:

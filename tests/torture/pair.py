@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import psycopg
+from tests.fixtures.leaks import end_snapshot_processes
 from tests.fixtures.wait import wait_for
 from tests.torture.program import WITH_SPARK, Program
 from tests.torture.proxy import Proxy
@@ -176,6 +177,7 @@ class Move:
         for program in self.programs:
             program.close()
         self.release()
+        end_snapshot_processes(self.work)
 
     def release(self) -> None:
         """The snapshot is held no longer."""

@@ -19,11 +19,11 @@ from pathlib import Path
 import psutil
 from tests.fixtures.spark_folder import application_folder, remove_application_folder
 from tests.fixtures.wait import DEADLINE_SECONDS, POLL_SECONDS
-from tests.torture.failpoints import FAILPOINTS, STREAM, TUBE
+from tests.torture.failpoints import FAILPOINTS, OWN_SNAPSHOT, STREAM, TUBE
 
 from millrace.failpoint import VARIABLE
 
-EVERYWHERE = FAILPOINTS + STREAM + TUBE
+EVERYWHERE = FAILPOINTS + OWN_SNAPSHOT + STREAM + TUBE
 WITH_SPARK = (sys.executable, "-m", "millrace")
 # Looking through all processes of the machine takes milliseconds.
 WATCH_SECONDS = 0.1
@@ -32,6 +32,7 @@ WATCH_SECONDS = 0.1
 _DAEMON = re.compile(r"\b(millrace\.|py)spark\.(stream_)?daemon\b")
 _EXECUTOR = "CoarseGrainedExecutorBackend"
 _FORKSERVER = "multiprocessing.forkserver"
+_SNAPSHOT = "millrace.snapshot.process"
 
 
 class Program:
@@ -97,7 +98,9 @@ class Program:
         found: list[psutil.Process] = []
         with contextlib.suppress(psutil.NoSuchProcess):
             top = psutil.Process(self.process.pid)
-            found = [top, *top.children(recursive=True)]
+            below = top.children(recursive=True)
+            # The snapshot process is meant to outlive whoever starts it.
+            found = [top, *(one for one in below if _SNAPSHOT not in _command(one))]
         for process in found:
             self._family.setdefault(process.pid, process)
             if _name(process) == "java" and _EXECUTOR in _command(process):

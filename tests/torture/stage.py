@@ -27,6 +27,7 @@ from millrace.demo.shop import Writers, create_shop
 from millrace.engine import Engine
 from millrace.postgres.program.embedded import Cluster, open_cluster
 from millrace.route import Route
+from millrace.snapshot.holder import read_held
 
 # One version, so that the schemas must be equal to the letter.
 VERSION = 18
@@ -47,10 +48,14 @@ class Stage(Pair):
         self.writers = self._start_writers()
         self._number = 0
 
-    def play(self, directory: Path, work: Path | None = None) -> AbstractContextManager[Play]:
-        """One clone, from its snapshot to the comparison; `work` is its --dir."""
+    def play(
+        self, directory: Path, work: Path | None = None, *, prepared: bool = True
+    ) -> AbstractContextManager[Play]:
+        """One clone, from its snapshot to the comparison; `work` is its --dir. If it is not
+        `prepared`, the clone takes its snapshot itself."""
         self._number += 1
-        return Play(self, directory, work or directory / "work", f"copy_{self._number}").opened()
+        name = f"copy_{self._number}"
+        return Play(self, directory, work or directory / "work", name, prepared=prepared).opened()
 
     def restart_source(self, mode: str = "fast") -> None:
         """Nobody's session survives; new customers come."""
@@ -81,11 +86,32 @@ def open_stage(*, megabytes: int) -> Iterator[Stage]:
 class Play(Move):
     """One clone that may be interrupted."""
 
-    def __init__(self, stage: Stage, directory: Path, work: Path, name: str) -> None:
+    def __init__(
+        self, stage: Stage, directory: Path, work: Path, name: str, *, prepared: bool
+    ) -> None:
         super().__init__(stage, directory, work, name)
         self.stage = stage
         self.positions = self._positions(stage.source_uri)
-        self.snapshot = self.hold().id
+        self.snapshot = self.hold().id if prepared else ""
+        self._adopted: psycopg.Connection[tuple[Any, ...]] | None = None
+
+    def adopt(self) -> None:
+        """The snapshot that the clone's own process holds, kept for the comparison."""
+        held = read_held(self.work)
+        assert held is not None
+        assert held.is_of_run
+        self.held_by = [held.backend_pid]
+        self._adopted = psycopg.connect(self.stage.source_uri, autocommit=True)
+        self._adopted.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
+        self._adopted.execute(f"SET TRANSACTION SNAPSHOT '{held.id}'".encode())
+        row = self._adopted.execute("SELECT pg_export_snapshot()").fetchone()
+        assert row is not None
+        self.snapshot = row[0]
+
+    def close(self) -> None:
+        super().close()
+        if self._adopted is not None:
+            self._adopted.close()
 
     def start(self, *, step: str = "") -> Program:
         """The next process of this clone: goes on with it once there is something to go on with.

@@ -131,10 +131,14 @@ class TubePlay:
             *("tube", "run", *(word for pair in options.items() for word in pair), *more),
             marks=self.directory / f"marks-{number}",
             command=self.command,
-            more_environment={"PYTHONPATH": f"{self._path}{os.pathsep}{Path.cwd()}"},
+            more_environment={"PYTHONPATH": os.pathsep.join(map(str, self._import_path()))},
         )
         self.programs.append(program)
         return program
+
+    def _import_path(self) -> tuple[Path | str, ...]:
+        """The sink that watches, the tests, and the program that is tested: that of this tree."""
+        return self._path, Path.cwd(), Path.cwd() / "src"
 
     def workers(self, program: Program) -> list[psutil.Process]:
         return program.forked() or program.workers()

@@ -85,7 +85,7 @@ def test_all_that_is_wrong_is_reported_at_once(tmp_path: Path) -> None:
             uri = 7
             view = "drop"
             views = "gone"
-            ddl = "replay"
+            ddl = "later"
             [source.b]
             slot = "Big"
             columns = { users = { leave_out = ["x"] } }
@@ -98,7 +98,7 @@ def test_all_that_is_wrong_is_reported_at_once(tmp_path: Path) -> None:
         "[source.a] uri must be a string",
         "[source.a] unknown key view; did you mean views?",
         "[source.a] views must be one of keep, drop",
-        "[source.a] ddl = 'replay' is not known",
+        "[source.a] ddl must be one of replay, halt",
         "[source.b] uri is missing",
         "[source.b] slot may have lower-case",
         "[source.b.columns.users] a table is written as schema.name",
@@ -234,4 +234,4 @@ def test_a_plan_is_known_again_from_the_copy_that_was_made_by_it() -> None:
         "filters": plan.filters(source).as_json(),
         "rename_schema": plan.naming.as_json(),
     }
-    assert SourcePlan.of_copy(copy, source) == plan
+    assert SourcePlan.of_copy(copy, source, 1) == plan

@@ -18,6 +18,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _CODE = re.compile(r"`([^`\n]+)`")
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
+_TEST_FILE = re.compile(r"(?:tests/)?([\w/]+/test_\w+\.py)")
 _HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 # Where one command of a shell line ends.
 _END_OF_COMMAND = {"|", "||", "&&", ";", "&", ">", "2>", "<"}
@@ -95,6 +96,16 @@ def test_every_command_line_in_a_page_is_one_the_program_takes(page: Path) -> No
         if (problem := _problem(words))
     ]
     assert found == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_test_that_a_page_names_exists(page: Path) -> None:
+    named = {
+        match
+        for code in _inline_code(page.read_text(encoding="utf-8"))
+        for match in _TEST_FILE.findall(code)
+    }
+    assert {name for name in named if not (ROOT / "tests" / name).exists()} == set()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

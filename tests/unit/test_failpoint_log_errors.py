@@ -52,6 +52,7 @@ def test_exit_codes_are_stable() -> None:
         "EngineLost": 5,
         "TubeLost": 5,
         "SlotLost": 5,
+        "Blocked": 5,
         "SourceDiverged": 5,
         "SnapshotLost": 5,
         "FormatError": 6,

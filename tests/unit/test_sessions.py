@@ -9,14 +9,15 @@ import millrace
 from millrace.postgres.wire.connect import session_sql
 
 # The embedded servers, the demos' applications and analysts, and who looks for a pooler with one
-# statement, play others' parts.
+# statement, play others' parts; PgBouncer's console is no PostgreSQL.
 _PLACES = {"postgres/wire/connect.py", "postgres/wire/libpq.py", "postgres/wire/walsender.py"}
 _OTHERS = {
     "postgres/program/embedded.py",
     "demo/shop.py",
     "demo/library.py",
-    "cli/demo_consolidate.py",
+    "cli/demo/consolidate.py",
     "tube/delivery/session.py",
+    "follow/pause.py",
 }
 _TIMEOUTS = ("statement", "lock", "idle_in_transaction_session", "idle_session", "transaction")
 

@@ -90,9 +90,14 @@ class Applier:
         """A transaction begins."""
         self._filled.clear()
         if len(self._stages) > MAX_STAGES:
-            execute(self._session, "DISCARD TEMP")
-            self._stages.clear()
+            self.drop_stages()
         self._silencer.begin()
+
+    def drop_stages(self) -> None:
+        """Nothing of the session is in the way of those who change tables and types."""
+        execute(self._session, "DISCARD TEMP")
+        self._stages.clear()
+        self._filled.clear()
 
     def end(self) -> None:
         """Before the transaction commits."""

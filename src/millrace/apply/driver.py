@@ -34,7 +34,7 @@ from millrace.apply.task import (
 )
 from millrace.apply.trigger_silence import warn_of_loud
 from millrace.engine import Engine
-from millrace.errors import ConfigError, WorkDirError
+from millrace.errors import Blocked, ConfigError, WorkDirError
 from millrace.log import as_logged
 from millrace.lsn import render_lsn
 from millrace.postgres.wire.connect import cancel_sessions, connect
@@ -46,8 +46,15 @@ log = logging.getLogger(__name__)
 
 # How soon a worker sees that the spool has grown: part of the delay of every change.
 POLL_SECONDS = 0.05
+# The same, where there are many streams, most of which have nothing to do: so often while changes
+# come, and less and less often without any.
+MANY_POLL_SECONDS = 0.2
+LONGEST_POLL_SECONDS = 1.0
 # Tasks in a row that may find nothing where the driver sees something.
 BLIND_TASKS = 5
+# Pauses after a lock was not got in time.
+FIRST_BLOCKED_SECONDS = 1.0
+MOST_BLOCKED_SECONDS = 30.0
 # Applied segments are removed not more often than this.
 PRUNE_SECONDS = 5.0
 
@@ -75,7 +82,14 @@ class Catchup:
         sentinel: Sentinel,
         *,
         prunes: Callable[[int], object] | None = None,
+        poll_seconds: float = POLL_SECONDS,
     ) -> None:
+        if task.structure is not None and jobs > 1:
+            raise ConfigError(
+                f"--apply-jobs {jobs} can't be used with DDL that is replayed at its position in "
+                "the stream: several workers are at different positions",
+                hint="use --apply-jobs 1",
+            )
         if task.message_hooks and jobs > 1:
             raise ConfigError(
                 f"--apply-jobs {jobs} can't be used with logical messages that must be handled at "
@@ -86,6 +100,7 @@ class Catchup:
         self.stream = task.stream
         self._sentinel = sentinel
         self._prunes = prunes
+        self._poll_seconds = poll_seconds
         self._pruned_at = time.monotonic()
         self._stop = threading.Event()
         # Set when nothing more comes in: the spool, up to the end position, is whole.
@@ -102,6 +117,7 @@ class Catchup:
         ]
         self.spool = task.open_spool()
         self.positions = [0] * jobs
+        self._blocked_pause = FIRST_BLOCKED_SECONDS
         self.counts = Counts()
 
     def setup(self, start_lsn: int) -> int:
@@ -193,6 +209,7 @@ class Catchup:
 
     def _work(self, number: int) -> None:
         blind = 0
+        pause = self._poll_seconds
         try:
             while not self._stop.is_set():
                 # In this order: what came in before the spool was whole is seen afterwards.
@@ -202,11 +219,14 @@ class Catchup:
                     blind = blind + 1 if self.positions[number] == before else 0
                     if blind == BLIND_TASKS:
                         raise out_of_sight()
+                    pause = self._poll_seconds
                     continue
                 blind = 0
                 if is_whole and not self._has_more(number):
                     return
-                self._stop.wait(POLL_SECONDS)
+                self._stop.wait(pause)
+                if self._poll_seconds > POLL_SECONDS:
+                    pause = min(1.2 * pause, LONGEST_POLL_SECONDS)
         except BaseException:
             self._stop.set()
             raise
@@ -228,9 +248,19 @@ class Catchup:
             task = replace(task, until_lsn=until_lsn)
         outcome = self._engine.call(apply_spool, task, f"apply {task.stream}")
         self._note(number, outcome)
+        if isinstance(outcome.error, Blocked):
+            self._wait_for_others(outcome.error)
+            return False
+        self._blocked_pause = FIRST_BLOCKED_SECONDS
         if outcome.error is not None:
             raise outcome.error
         return not outcome.made_way
+
+    def _wait_for_others(self, error: Blocked) -> None:
+        """Somebody holds a lock on the target; meanwhile other streams have our place."""
+        log.warning("%s; trying again in %.0f s", error, self._blocked_pause)
+        self._stop.wait(self._blocked_pause)
+        self._blocked_pause = min(2 * self._blocked_pause, MOST_BLOCKED_SECONDS)
 
     def _claim_spooled(self) -> int | None:
         """How far a task may go that can't see the sentinel: to the end of what is spooled now,

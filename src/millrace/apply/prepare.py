@@ -7,7 +7,7 @@ be made on another thread while the target is busy with what came before.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,13 +17,21 @@ from numpy.typing import NDArray
 
 from millrace.apply.fold import Lines, fold
 from millrace.apply.sections import Section, TableRows, TruncatedTables
+from millrace.apply.shape import require_shape
 from millrace.apply.statement import TablePlan, plan_table
-from millrace.apply.target_table import TargetTable, read_target_table, read_type_names
-from millrace.errors import ApplyError, ServerError
+from millrace.apply.structure import WatchedRow
+from millrace.apply.target_table import (
+    TargetTable,
+    read_root,
+    read_target_table,
+    read_type_names,
+)
+from millrace.errors import ApplyError, InvariantError, ServerError
 from millrace.filter.exclusions import Exclusions
 from millrace.lsn import render_lsn
 from millrace.name import Naming
 from millrace.postgres.catalog.relations import FIRST_UNPINNED_OID
+from millrace.postgres.catalog.schemas import DDL_TABLE
 from millrace.postgres.pgoutput.messages import (
     Bytes,
     LogicalMessage,
@@ -111,9 +119,6 @@ class Share:
     only: tuple[str, str] | None = None
     naming: Naming = field(default_factory=Naming)
 
-    def has(self, relation: RelationVersion) -> bool:
-        return self.has_name(relation.schema, relation.name)
-
     def has_name(self, schema: str, name: str) -> bool:
         """Whether a table of the source is one of them."""
         if self.only is not None:
@@ -133,14 +138,24 @@ class Preparer:
         naming: Naming,
         *,
         staged_inserts: bool,
+        is_strict: bool = False,
+        finds_roots: bool = False,
+        leaves_out: Callable[[str, str], bool] | None = None,
     ) -> None:
+        """`is_strict`: tables of both sides must have the same shape. `finds_roots`: partitions
+        come under their own names, and what is said of their root is said of them. `leaves_out`:
+        more than `left` does, of tables that came later."""
         self._connection = connection
         self._left = left
         self._share = share
         self._naming = naming
         self._staged_inserts = staged_inserts
+        self._is_strict = is_strict
         self._plans: dict[tuple[RelationVersion, bool], TablePlan | None] = {}
         self._type_names: dict[int, str] = {}
+        self._finds_roots = finds_roots
+        self._leaves_out = leaves_out or (lambda schema, name: False)
+        self._families: dict[tuple[str, str], tuple[str, str]] = {}
         # Tables whose changes are left out of the batch that is being prepared.
         self.skipped: frozenset[tuple[str, str]] = frozenset()
 
@@ -148,6 +163,8 @@ class Preparer:
         """None for a table that is left out, or another worker's."""
         if isinstance(section, LogicalMessage):
             return section
+        if isinstance(section, WatchedRow):
+            raise InvariantError(f"{section.label}: a change of structure within other changes")
         if isinstance(section, TruncatedTables):
             return self._truncate_work(section)
         if not self._has(section.relation):
@@ -155,9 +172,31 @@ class Preparer:
         plan = self._plan(section.relation, section.is_binary)
         return None if plan is None else self._table_work(plan, section)
 
+    def has_table(self, relation: RelationVersion) -> bool:
+        """Whether the target has the table, or need not have it."""
+        if not self._has(relation) or self._is_left_out(relation):
+            return True
+        name = self._naming.target(relation.schema, relation.name)
+        with translated(f"looking up {name.label} on the target"):
+            return read_target_table(self._connection, *name) is not None
+
     def _has(self, relation: RelationVersion) -> bool:
-        is_skipped = (relation.schema, relation.name) in self.skipped
-        return not is_skipped and self._share.has(relation)
+        if (relation.schema, relation.name) == DDL_TABLE:
+            return False
+        family = self._family(relation)
+        return family not in self.skipped and self._share.has_name(*family)
+
+    def _family(self, relation: RelationVersion) -> tuple[str, str]:
+        """The table, or the root that the target has above it, by its name on the source."""
+        name = relation.schema, relation.name
+        if not self._finds_roots or relation.partition is not None:
+            return name
+        if name not in self._families:
+            with translated(f"looking up {'.'.join(name)} on the target"):
+                root = read_root(self._connection, *self._naming.target(*name))
+            own = None if root is None else self._naming.source(*root)
+            self._families[name] = name if own is None else (own.schema, own.name)
+        return self._families[name]
 
     def _truncate_work(self, section: TruncatedTables) -> TruncateWork | None:
         own = [relation for relation in section.relations if self._has(relation)]
@@ -194,7 +233,10 @@ class Preparer:
         table = self._table(relation)
         if table is None:
             return None
-        name = relation.schema, relation.name
+        name = self._family(relation)
+        if self._is_strict:
+            excluded = self._left.columns.get(name, frozenset())
+            require_shape(self._connection, relation, table, self._naming, excluded)
         return plan_table(
             relation,
             table,
@@ -205,8 +247,12 @@ class Preparer:
             number=len(self._plans) + 1,
         )
 
+    def _is_left_out(self, relation: RelationVersion) -> bool:
+        family = self._family(relation)
+        return family in self._left.tables or self._leaves_out(*family)
+
     def _table(self, relation: RelationVersion) -> TargetTable | None:
-        if (relation.schema, relation.name) in self._left.tables:
+        if self._is_left_out(relation):
             return None
         label = f"{relation.schema}.{relation.name}"
         try:

@@ -1,9 +1,9 @@
 """Frames of the spool into rows by table.
 
 Invariant: within a section the order of changes of each table is the source's, and all rows of a
-table have one version; a changed version, a TRUNCATE and a logical message that somebody waits for
-end a section. Sections in their order mean what the frames mean. The partitions of a root are one
-table, so that a row that moves from one to another is one row.
+table have one version; a changed version, a TRUNCATE, and a logical message or a row that somebody
+waits for end a section. Sections in their order mean what the frames mean. The partitions of a root
+are one table, so that a row that moves from one to another is one row.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace.apply.layout import Layout, plan_layouts
+from millrace.apply.structure import TableName, WatchedRow, decode_row
 from millrace.errors import FormatError
 from millrace.postgres.pgoutput.messages import (
     Bytes,
@@ -31,7 +32,7 @@ from millrace.postgres.pgoutput.messages import (
 from millrace.postgres.pgoutput.tuples import BINARY, TEXT, Rows, locate
 
 _ROWS = np.array([ord("I"), ord("U"), ord("D")], np.uint8)
-_RELATION, _TRUNCATE, _MESSAGE = ord("R"), ord("T"), ord("M")
+_RELATION, _TRUNCATE, _MESSAGE, _INSERT = b"RTMI"
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def _label(relation: RelationVersion) -> str:
     return f"{relation.schema}.{relation.name}"
 
 
-Section = TableRows | TruncatedTables | LogicalMessage
+Section = TableRows | TruncatedTables | LogicalMessage | WatchedRow
 
 
 def iter_sections(
@@ -72,13 +73,24 @@ def iter_sections(
     relations: dict[int, RelationVersion],
     encoding: str,
     prefixes: Collection[str] = (),
+    watched: Collection[TableName] = (),
 ) -> Iterator[Section]:
     """The changes of a buffer of whole frames, and the logical messages with one of the prefixes;
-    `relations` is kept up to date on the way."""
+    `relations` is kept up to date on the way. Rows of `watched` tables come one by one."""
     messages = scan(buffer, len(buffer))
     begin = 0
-    kinds = [_RELATION, _TRUNCATE, _MESSAGE] if prefixes else [_RELATION, _TRUNCATE]
+    kinds = [_RELATION, _TRUNCATE]
+    kinds += [_MESSAGE] if prefixes else []
+    kinds += [_INSERT] if watched else []
     for at in np.flatnonzero(np.isin(messages.kind, kinds)):
+        if messages.kind[at] == _INSERT:
+            found = relations.get(int(messages.relation[at]))
+            if found is None or (found.schema, found.name) not in watched:
+                continue
+            yield from _rows(buffer, messages, begin, int(at), relations)
+            yield decode_row(_message(buffer, messages, int(at)), found, int(messages.lsn[at]))
+            begin = int(at) + 1
+            continue
         message = _message(buffer, messages, int(at))
         if messages.kind[at] == _MESSAGE:
             emitted = decode_message(message, encoding)

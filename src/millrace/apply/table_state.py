@@ -204,6 +204,29 @@ def write_copying(
         )
 
 
+def copying_sql(stream: str, name: TableName, lsn: int, sync_id: str, source_oid: int) -> str:
+    """The same, for a transaction that changes the table: apply leaves it alone from here on."""
+    values = ", ".join(
+        map(literal, (stream, *name, SyncState.COPYING, render_lsn(lsn), sync_id, str(source_oid)))
+    )
+    return (
+        f"INSERT INTO {TABLE} (stream, schema_name, table_name, state, lsn, sync_id, source_oid)"
+        f" VALUES ({values}) ON CONFLICT (stream, schema_name, table_name) DO UPDATE SET"
+        " state = excluded.state, lsn = excluded.lsn, sync_id = excluded.sync_id, source_oid ="
+        " excluded.source_oid, copied_lsn = NULL, copied_rows = NULL, changed_at ="
+        " clock_timestamp()"
+    )
+
+
+def forget_sql(stream: str, name: TableName) -> str:
+    """A table is no more, or is called something else."""
+    schema, table = map(literal, name)
+    return (
+        f"DELETE FROM {TABLE} WHERE stream = {literal(stream)} AND schema_name = {schema}"
+        f" AND table_name = {table}"
+    )
+
+
 def copied_sql(stream: str, sync_id: str, lsn: int, rows: int) -> str:
     """What the transaction that copies ends with: one row, or another copy has begun since."""
     at = f"'{render_lsn(lsn)}'"

@@ -36,6 +36,11 @@ class TargetColumn:
     equality: str | None
     is_generated: bool
     is_identity_always: bool
+    # As in pg_attribute; and schema and name of its type, or of what its domain is based on.
+    type_modifier: int
+    type_schema: str
+    type_name: str
+    is_of_extension: bool
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,7 @@ class TargetTable:
     name: str
     is_partitioned: bool
     columns: tuple[TargetColumn, ...]
+    primary_key: tuple[str, ...]
     # Column names of each unique index over plain columns.
     unique_keys: tuple[tuple[str, ...], ...]
     # Of these, the ones that identify a row at any time: they are not deferrable, and no
@@ -86,16 +92,19 @@ _COLUMNS = """
                                             WHEN b.oid = 'varchar'::regtype THEN 'text'::regtype
                                        END END)
              ORDER BY c.opcintype = b.oid DESC LIMIT 1),
-           a.attgenerated <> '', a.attidentity = 'a'
+           a.attgenerated <> '', a.attidentity = 'a', a.atttypmod,
+           (SELECT nspname FROM pg_namespace WHERE oid = b.typnamespace), b.typname,
+           EXISTS (SELECT FROM pg_depend AS e WHERE e.classid = 'pg_type'::regclass
+                      AND e.objid IN (b.oid, b.typelem) AND e.deptype = 'e')
       FROM pg_attribute AS a
       JOIN pg_type AS t ON t.oid = a.atttypid
       JOIN LATERAL (
            WITH RECURSIVE base AS (
                SELECT t.oid, t.typtype, t.typbasetype, t.typcategory, t.typcollation, t.typtypmod,
-                      a.atttypmod AS modifier
+                      t.typnamespace, t.typname, t.typelem, a.atttypmod AS modifier
                UNION ALL
                SELECT d.oid, d.typtype, d.typbasetype, d.typcategory, d.typcollation, d.typtypmod,
-                      base.typtypmod
+                      d.typnamespace, d.typname, d.typelem, base.typtypmod
                  FROM base JOIN pg_type AS d ON d.oid = base.typbasetype
                 WHERE base.typtype = 'd'
            ) SELECT * FROM base WHERE typtype <> 'd') AS b ON true
@@ -172,12 +181,29 @@ def read_target_table(connection: Connection, schema: str, name: str) -> TargetT
         name,
         kind == "p",
         columns,
+        next((tuple(row[2]) for row in unique if row[0]), ()),
         tuple(tuple(row[2]) for row in unique if row[1]),
         tuple(tuple(row[2]) for row in unique if row[1] and row[3]),
         tuple(tuple(row[2]) for row in unique if row[1] and row[4]),
         _scalar(connection, _REFUSING, oid),
         _scalar(connection, _HAS_TRIGGERS, oid),
     )
+
+
+def read_root(connection: Connection, schema: str, name: str) -> tuple[str, str] | None:
+    """The topmost table that this one is a partition of; None for a table of its own."""
+    row = connection.execute(
+        "WITH RECURSIVE above (oid, depth) AS ("
+        " SELECT i.inhparent, 1 FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace"
+        " JOIN pg_inherits AS i ON i.inhrelid = c.oid"
+        " WHERE n.nspname = %s AND c.relname = %s AND c.relispartition"
+        " UNION ALL SELECT i.inhparent, depth + 1 FROM above JOIN pg_class AS c"
+        " ON c.oid = above.oid AND c.relispartition JOIN pg_inherits AS i ON i.inhrelid = c.oid)"
+        " SELECT n.nspname, c.relname FROM above JOIN pg_class AS c ON c.oid = above.oid"
+        " JOIN pg_namespace AS n ON n.oid = c.relnamespace ORDER BY depth DESC LIMIT 1",
+        (schema, name),
+    ).fetchone()
+    return None if row is None else (row[0], row[1])
 
 
 def _scalar(connection: Connection, query: str, oid: int) -> Any:

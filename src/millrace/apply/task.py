@@ -16,7 +16,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
+import psycopg
+from psycopg.pq import TransactionStatus
 from psycopg.pq.abc import PGconn
 
 from millrace import failpoint
@@ -26,6 +29,8 @@ from millrace.apply.position import open_position
 from millrace.apply.prefetch import ahead
 from millrace.apply.prepare import Preparer, Share, Work
 from millrace.apply.sections import iter_sections
+from millrace.apply.structure import Place, Structure, StructureScan, WatchedRow
+from millrace.apply.structure_batch import StructureBatch
 from millrace.apply.sync_position import SyncPosition
 from millrace.apply.table_state import (
     TableStates,
@@ -36,7 +41,7 @@ from millrace.apply.table_state import (
     views,
 )
 from millrace.config.dsn import Dsn
-from millrace.errors import ConnectionLost, MillraceError, as_bug
+from millrace.errors import ApplyError, Blocked, ConnectionLost, MillraceError, as_bug
 from millrace.filter.exclusions import Exclusions
 from millrace.lsn import parse_lsn, render_lsn
 from millrace.name import Naming
@@ -49,6 +54,8 @@ from millrace.workdir.sentinel import FILE as SENTINEL_FILE
 from millrace.workdir.sentinel import Sentinel
 
 log = logging.getLogger(__name__)
+
+Connection = psycopg.Connection[tuple[Any, ...]]
 
 # Bytes of changes that one target transaction takes, at least; it ends with the transaction
 # of the source that reaches it.
@@ -114,6 +121,8 @@ class ApplyTask:
     batch_seconds: float | None = None
     chunk_bytes: int = CHUNK_BYTES
     on_conflict: OnConflict = OnConflict.STOP
+    # A table that has another shape than its rows stops the stream, whether or not they fit.
+    is_strict: bool = False
     left: Exclusions = field(default_factory=Exclusions)
     naming: Naming = field(default_factory=Naming)
     share: Share = field(default_factory=Share)
@@ -123,6 +132,8 @@ class ApplyTask:
     sync_id: str | None = None
     # By the prefix of logical messages; all others are passed over.
     message_hooks: Mapping[str, MessageHook] = field(default_factory=dict)
+    # Who changes the target's structure where the source's did; None if nobody does.
+    structure: Structure | None = None
 
 
 @dataclass(frozen=True)
@@ -200,6 +211,12 @@ def log_retry(error: BaseException, pause: float) -> None:
     log.warning("%s; trying again in %.1f s", error, pause)
 
 
+def _structure_scan(task: ApplyTask, spool: Reader) -> StructureScan | None:
+    if task.structure is None or task.sync_id is not None:
+        return None
+    return StructureScan(spool, task.structure, task.python_encoding)
+
+
 def _find_sentinel(directory: Path | None) -> Sentinel | None:
     """None where the work directory is not: no other one is made there."""
     if directory is None or not (directory / SENTINEL_FILE).exists():
@@ -228,6 +245,9 @@ class _Run:
         self._sentinel = _find_sentinel(task.directory)
         # A task for one table is ahead of or behind the others, so a message has no place in it.
         self._hooks = task.message_hooks if task.sync_id is None else {}
+        self._scan = _structure_scan(task, self._spool)
+        # The next transaction, if it changes the structure.
+        self._alone: Range | None = None
 
     def outcome(self, error: MillraceError | None, *, made_way: bool = False) -> ApplyOutcome:
         return ApplyOutcome(
@@ -251,26 +271,97 @@ class _Run:
         name = apply_role(task.stream)
         session = open_session(task.target, name, task.encoding)
         try:
+            # The session for those who read catalogs within its transaction; closed with it.
+            itself: Connection = psycopg.Connection(session)
             execute(session, SESSION)
             self._lsn = self._position.take(session)
             limit = CATALOG_LOCK_TIMEOUT
             with connect(task.target, f"{name} catalog", lock_timeout=limit) as catalog:
-                staged = task.on_conflict is not OnConflict.STOP
-                preparer = Preparer(
-                    catalog, task.left, task.share, task.naming, staged_inserts=staged
-                )
-                if self._has_states:
-                    self._tables = read_table_states(catalog, task.family)
-                with ahead(self._iter_work(preparer, self._lsn), AHEAD) as work:
-                    self._apply(session, work)
+                self._go_on(session, catalog)
+                while self._alone is not None and time.monotonic() < self._deadline:
+                    self._apply_alone(session, itself, self._alone)
+                    execute(session, "DISCARD TEMP")
+                    self._go_on(session, catalog)
         finally:
             session.finish()
+
+    def _go_on(self, session: PGconn, catalog: Connection) -> None:
+        """Up to a change of structure: what is read of the target's tables is right until then."""
+        self._alone = None
+        preparer = self._new_preparer(catalog)
+        if self._has_states:
+            self._tables = read_table_states(catalog, self._task.family)
+        with ahead(self._iter_work(preparer, self._lsn), AHEAD) as work:
+            self._apply(session, work)
+
+    def _new_preparer(self, catalog: Connection) -> Preparer:
+        task = self._task
+        return Preparer(
+            catalog,
+            task.left,
+            task.share,
+            task.naming,
+            staged_inserts=task.on_conflict is not OnConflict.STOP,
+            # What DDL leaves behind is compared where it runs.
+            is_strict=task.is_strict and task.structure is None,
+            finds_roots=task.structure is not None,
+            leaves_out=None if task.structure is None else task.structure.leaves_out,
+        )
+
+    def _apply_alone(self, session: PGconn, itself: Connection, found: Range) -> None:
+        """A source transaction that changes the structure: in its order, nothing ahead."""
+        task = self._task
+        assert task.structure is not None
+        applier = Applier(session, task.on_conflict)
+        self._begin(session, applier)
+        try:
+            applier.drop_stages()
+            batch = StructureBatch(
+                session,
+                itself,
+                task.structure,
+                applier,
+                self._new_preparer,
+                task.family,
+                found.end_lsn,
+            )
+            at = render_committed_at(found.committed_at)
+            relations = self._spool.relations(found)
+            for chunk in self._spool.chunks(found, task.chunk_bytes):
+                for section in iter_sections(
+                    chunk,
+                    relations,
+                    task.python_encoding,
+                    {*self._hooks, task.structure.prefix},
+                    task.structure.tables,
+                ):
+                    if isinstance(section, LogicalMessage):
+                        if section.prefix != task.structure.prefix:
+                            self._hooks[section.prefix](session, section)
+                            continue
+                        (table,) = task.structure.tables
+                        section = WatchedRow.lost(table, section)
+                    if isinstance(section, WatchedRow):
+                        place = Place(section.lsn, found.end_lsn, at, task.python_encoding)
+                        batch.change(section, place)
+                    else:
+                        batch.apply(section)
+            batch.end()
+        except (ApplyError, Blocked) as error:
+            if session.transaction_status != TransactionStatus.UNKNOWN:
+                execute(session, "ROLLBACK")
+                task.structure.note_failure(session, error)
+            raise
+        self._commit(session, found, applier)
 
     def _iter_work(self, preparer: Preparer, after_lsn: int) -> Iterator[Work | _Batch]:
         task, lsn = self._task, after_lsn
         while True:
             found = self._next_range(lsn)
             if found is None:
+                return
+            if self._is_alone(found):
+                self._alone = found
                 return
             preparer.skipped = skipped_tables(self._tables, found.end_lsn)
             yield _Batch(found, False)
@@ -322,6 +413,8 @@ class _Run:
         """The next range; it does not reach across a position from which on a table's changes
         count."""
         found = self._within_seconds(lsn, self._spool.plan(lsn, self._task.batch_bytes, until))
+        if self._scan is not None and found is not None:
+            found = self._scan.cut(lsn, found)
         for cut in cuts(self._tables, lsn):
             if found is not None and found.end_lsn > cut:
                 before = self._spool.plan(lsn, self._task.batch_bytes, cut)
@@ -342,6 +435,9 @@ class _Run:
             size //= 2
             found = self._spool.plan(lsn, size, found.end_lsn) or first
         return found
+
+    def _is_alone(self, found: Range) -> bool:
+        return self._scan is not None and self._scan.is_alone(found)
 
     @property
     def _has_states(self) -> bool:

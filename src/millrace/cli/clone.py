@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 
+from millrace.cli.again import telling_how_to_continue
 from millrace.cli.clone_all import clone_all
 from millrace.cli.command_options import CommandOptions, command
 from millrace.cli.display import open_display, print_summary
@@ -36,6 +37,9 @@ def clone(asked: CommandOptions) -> None:
     table start as soon as it is copied. A table above --split-tables-larger-than is copied in
     several parts at once.
 
+    Stopped by Ctrl-C, a crash or a failed step, it loses nothing that is committed: a process of
+    its own holds the snapshot for --snapshot-keep, and the same command with --resume continues.
+
     With --all-databases every database of the source's server is copied; the two URIs name any
     database that accepts connections, and each has its work directory in --dir.
 
@@ -53,10 +57,9 @@ def clone(asked: CommandOptions) -> None:
         clone_all(asked, settings)
     elif asked.is_dry_run:
         print_plan(dry_run(settings), jobs=asked.table_jobs, as_json=asked.as_json)
-    elif asked.follow:
-        _clone_and_follow(asked, settings)
     else:
-        run_and_tell(asked, settings)
+        with telling_how_to_continue(settings):
+            (_clone_and_follow if asked.follow else run_and_tell)(asked, settings)
 
 
 def _clone_and_follow(asked: CommandOptions, settings: CloneSettings) -> None:
@@ -73,6 +76,7 @@ def _clone_and_follow(asked: CommandOptions, settings: CloneSettings) -> None:
         asked.spool,
         timeout_seconds=asked.slot_timeout or None,
         identity_full=asked.replica_identity_full,
+        ddl=asked.ddl,
     )
     follow_settings = asked.follow_settings()
     with (
@@ -91,6 +95,8 @@ def run_and_tell(asked: CommandOptions, settings: CloneSettings) -> None:
     with asked.engine() as engine, open_display(quiet=asked.quiet) as display:
         result = run_clone(settings, engine, display)
     if result.summary is None:
+        if asked.as_json:
+            print(json.dumps({"finished": True, "directory": str(settings.directory)}))
         return  # resumed, and nothing was left to do
     if asked.as_json:
         print(json.dumps(asdict(result.summary), default=str))

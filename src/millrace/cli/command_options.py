@@ -17,14 +17,18 @@ import typer
 from millrace.apply.conflict import OnConflict
 from millrace.cli import options
 from millrace.cli.options import COPY, STREAM, WHAT
-from millrace.clone.directory import read_naming
+from millrace.clone.directory import catalog_path, read_naming
 from millrace.clone.schema.entries import SchemaSettings
 from millrace.clone.schema.requirements import read_requirements
 from millrace.clone.settings import CloneSettings
 from millrace.clone.step import ALL, Step
+from millrace.config.duration import parse_duration
 from millrace.config.size import parse_size
+from millrace.ddl.decide import Choices, why_not_replayed
+from millrace.ddl.settings import DdlSettings
 from millrace.errors import ConfigError, ConnectionLost
-from millrace.follow.settings import LOOPBACK, FollowSettings
+from millrace.follow.pause import PauseKind
+from millrace.follow.settings import LOOPBACK, CompareMode, FollowSettings
 from millrace.log import LogSettings
 from millrace.lsn import parse_lsn
 from millrace.name import Naming, parse_renames
@@ -39,9 +43,10 @@ from millrace.workdir.stream_binding import has_stream
 log = logging.getLogger(__name__)
 
 
-def _jobs(name: str, text: str) -> Any:
+def _jobs(name: str, text: str, *aliases: str) -> Any:
     return typer.Option(
         f"--{name}",
+        *aliases,
         envvar=f"MILLRACE_{name.upper().replace('-', '_')}",
         min=1,
         max=512,
@@ -68,7 +73,7 @@ class CommandOptions:
     target: options.Target = ""
     directory: options.Directory = options.DEFAULT_DIRECTORY
     table_jobs: Annotated[
-        int, _jobs("table-jobs", "Parts copied at once, and tables vacuumed.")
+        int, _jobs("table-jobs", "Parts copied at once, and tables vacuumed.", "--jobs")
     ] = 4
     index_jobs: Annotated[int, _jobs("index-jobs", "Indexes built at once, over all tables.")] = 4
     restore_jobs: Annotated[
@@ -105,6 +110,14 @@ class CommandOptions:
     ] = False
     skip_collations: Annotated[bool, _flag("skip-collations", "Do not create collations.")] = False
     skip_vacuum: Annotated[bool, _flag("skip-vacuum", "Do not VACUUM ANALYZE.")] = False
+    no_statistics: Annotated[
+        bool,
+        _flag(
+            "no-statistics",
+            "ANALYZE every table; otherwise a target from version 18 on gets the source's "
+            "statistics.",
+        ),
+    ] = False
     skip_db_properties: Annotated[
         bool, _flag("skip-db-properties", "Leave out ALTER DATABASE ... SET.")
     ] = False
@@ -134,13 +147,23 @@ class CommandOptions:
             show_default=False,
         ),
     ] = ""
+    snapshot_keep: Annotated[
+        str,
+        typer.Option(
+            envvar="MILLRACE_SNAPSHOT_KEEP",
+            metavar="TIME",
+            help="How long the process that holds the snapshot waits for --resume when the run "
+            "has stopped: 90s, 30min, 12h. It holds back vacuum on the source, and with --follow "
+            "the slot's WAL.",
+        ),
+    ] = "12h"
     resume: Annotated[
         bool,
         typer.Option(
             "--resume",
             help="Continue the run in the work directory: what is committed stays. Until every "
-            "row is copied it needs its snapshot, held by `millrace snapshot`, or "
-            "--not-consistent.",
+            "row is copied it needs its snapshot, which a process of its own holds for "
+            "--snapshot-keep.",
         ),
     ] = False
     restart: Annotated[
@@ -176,6 +199,7 @@ class CommandOptions:
     slot_name: options.SlotName = ""
     slot_timeout: options.SlotTimeout = 0
     replica_identity_full: options.IdentityFull = False
+    ddl: options.Ddl = False
     plugin: options.Plugin = ""
     spool: options.Spool = SpoolKind.FILES
     endpos: options.EndPos = ""
@@ -192,6 +216,47 @@ class CommandOptions:
     metrics_host: options.MetricsHost = LOOPBACK
     compare_jobs: Annotated[int, _jobs("compare-jobs", "Parts compared at once.")] = 4
     rows: Annotated[bool, typer.Option("--rows", help="List the rows that differ, by key.")] = False
+    compare: Annotated[
+        CompareMode,
+        typer.Option(
+            envvar="MILLRACE_COMPARE",
+            metavar="[full|none]",
+            help="What is compared at the end: every row of every table, or nothing.",
+        ),
+    ] = CompareMode.FULL
+    pause: Annotated[
+        PauseKind,
+        typer.Option(
+            metavar="[none|read-only|revoke-connect|pgbouncer]",
+            help="Keep writers off the source: ALTER DATABASE ... SET "
+            "default_transaction_read_only, or REVOKE CONNECT, each followed by ending the "
+            "sessions; or PAUSE of pgbouncer. If the cut-over fails the source is given back as it "
+            "was.",
+        ),
+    ] = PauseKind.NONE
+    pause_command: Annotated[
+        str,
+        typer.Option(metavar="COMMAND", help="Run by the shell first, to stop the writers."),
+    ] = ""
+    resume_command: Annotated[
+        str,
+        typer.Option(
+            metavar="COMMAND", help="Run if the cut-over fails, to let the writers in again."
+        ),
+    ] = ""
+    pgbouncer: Annotated[
+        str,
+        typer.Option(
+            envvar="MILLRACE_PGBOUNCER",
+            metavar="URI",
+            help="Its admin console, for --pause pgbouncer.",
+            show_default=False,
+        ),
+    ] = ""
+    pgbouncer_database: Annotated[
+        str,
+        typer.Option(metavar="NAME", help="What pgbouncer calls the source; by default the same."),
+    ] = ""
     master: options.Master = ""
     conf: options.Conf = field(default_factory=list)
     is_dry_run: Annotated[
@@ -204,6 +269,7 @@ class CommandOptions:
 
     def settings(self, steps: frozenset[Step] = ALL) -> CloneSettings:
         """What the engine has to know, checked as far as no server is needed."""
+        self._refuse_contradictions()
         rules = options.read_rules(self.filters)
         if self.skip_extensions and rules.of("include-only-extension"):
             raise ConfigError(
@@ -233,17 +299,30 @@ class CommandOptions:
             role_passwords=not self.no_role_passwords,
             skip_large_objects=self.skip_large_objects,
             skip_vacuum=self.skip_vacuum,
+            carries_statistics=not self.no_statistics and steps == ALL,
             skip_database_properties=self.skip_db_properties,
             fail_fast=self.fail_fast,
             snapshot=self.snapshot or None,
+            snapshot_keep_seconds=parse_duration(self.snapshot_keep) if steps == ALL else None,
             slot_name=self.slot_name,
             plugin=self.plugin,
             maintenance_work_mem=parse_memory(self.maintenance_work_mem),
             steps=steps,
-            resume=self.resume,
+            resume=self._resumes(),
             restart=self.restart,
             not_consistent=self.not_consistent,
         )
+
+    def _refuse_contradictions(self) -> None:
+        for one, other in (
+            ("resume", "restart"),
+            ("resume", "is_dry_run"),
+            ("restart", "is_dry_run"),
+            ("restart", "not_consistent"),
+        ):
+            if getattr(self, one, False) and getattr(self, other, False):
+                names = [f"--{name.removeprefix('is_').replace('_', '-')}" for name in (one, other)]
+                raise ConfigError(f"{names[0]} and {names[1]} cannot be used together")
 
     def follow_settings(self, *, needs_source: bool = True) -> FollowSettings:
         """What a stream has to know; looks up what the filters leave out of it. Who applies what is
@@ -282,6 +361,7 @@ class CommandOptions:
             sequence_seconds=self.sequence_interval,
             left=read_left(source, options.read_rules(self.filters)),
             accepted=frozenset(self.accept_unfollowed),
+            ddl=self._ddl(),
             log=LogSettings(self.verbose, self.quiet, self.log_json),
         )
 
@@ -302,6 +382,22 @@ class CommandOptions:
             return 1
         with Sentinel(self.directory) as sentinel:
             return sentinel.read().apply_jobs or 1
+
+    def _ddl(self) -> DdlSettings | None:
+        """Everything is replayed: what is on the source is on the target."""
+        if not self.ddl:
+            return None
+        rules = options.read_rules(self.filters)
+        if why_not := why_not_replayed(rules):
+            raise ConfigError(f"--ddl can't be used with these filters: {why_not}")
+        return DdlSettings("", Choices(rules, has_all_kinds=True, shares_extensions=False))
+
+    def _resumes(self) -> bool:
+        """Scripts give --resume --not-consistent the first time, too: there is nothing to resume
+        then, and no snapshot that could be missing."""
+        return self.resume and not (
+            self.not_consistent and not catalog_path(self.directory).exists()
+        )
 
     def _naming(self) -> Naming:
         """The one given, or that of the copy."""
@@ -327,7 +423,10 @@ class CommandOptions:
 
 
 # What only the end of a stream takes.
-_NOT_OF_CLONE = ("compare_jobs", "rows")
+_NOT_OF_CLONE = (
+    "compare_jobs", "rows", "compare", "pause", "pause_command", "resume_command", "pgbouncer",
+    "pgbouncer_database",
+)  # fmt: skip
 EVERY = tuple(one.name for one in fields(CommandOptions) if one.name not in _NOT_OF_CLONE)
 
 

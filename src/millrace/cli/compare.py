@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Collection
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -28,9 +28,11 @@ from millrace.compare.schema import (
     SchemaComparison,
 )
 from millrace.compare.task import RowDifference, TableComparison
-from millrace.errors import MismatchError
+from millrace.errors import ConfigError, MismatchError
 from millrace.log import setup_logging
 from millrace.name import Naming, parse_renames
+from millrace.postgres.catalog.inventory import read_databases
+from millrace.postgres.wire.connect import connect, resolve, translated
 from millrace.route import Route
 from millrace.spark.session import Engine, default_master, parse_conf
 
@@ -52,10 +54,20 @@ CopyDirectory = Annotated[
 ]
 
 
+AllDatabases = Annotated[
+    bool,
+    typer.Option(
+        "--all-databases",
+        help="Compare every database of the source's server with its namesake on the target's.",
+    ),
+]
+
+
 @app.command("schema")
 def schema(
     source: options.Source = "",
     target: options.Target = "",
+    all_databases: AllDatabases = False,
     filters: options.Filters = None,
     rename_schema: options.RenameSchema = [],  # noqa: B006 (typer's way)
     directory: CopyDirectory = None,
@@ -80,19 +92,27 @@ def schema(
         | (ACL_PROPERTIES if no_acl else frozenset())
         | (POSITION_PROPERTIES if no_positions else frozenset())
     )
-    found = compare_schema(
-        Route(
-            options.parse_dsn(source, "source"),
-            options.parse_dsn(target, "target"),
-            filters=options.read_rules(filters),
-            naming=_naming(rename_schema, directory),
-        ),
-        leave_out,
+    route = Route(
+        options.parse_dsn(source, "source"),
+        options.parse_dsn(target, "target"),
+        filters=options.read_rules(filters),
+        naming=_naming(rename_schema, directory),
     )
+    everything = {
+        name: compare_schema(one, leave_out) for name, one in _routes(route, all_databases).items()
+    }
+    shown = {name: asdict(found) | {"equal": found.is_equal} for name, found in everything.items()}
     if as_json:
-        print(json.dumps(asdict(found) | {"equal": found.is_equal}, default=str))
-    else:
-        print_schema(found)
+        print(json.dumps(shown if all_databases else shown[""], default=str))
+    for name, found in everything.items():
+        if not as_json:
+            _print_name(name)
+            print_schema(found)
+    for found in everything.values():
+        _raise_objects(found)
+
+
+def _raise_objects(found: SchemaComparison) -> None:
     if found.differences:
         names = list(dict.fromkeys(f"{one.kind} {one.name}" for one in found.differences))
         raise MismatchError(
@@ -106,6 +126,7 @@ def schema(
 def data(
     source: options.Source = "",
     target: options.Target = "",
+    all_databases: AllDatabases = False,
     filters: options.Filters = None,
     rename_schema: options.RenameSchema = [],  # noqa: B006 (typer's way)
     directory: CopyDirectory = None,
@@ -119,7 +140,9 @@ def data(
     most_rows: Annotated[
         int, typer.Option(min=1, help="Maximum number of rows to list for each table.")
     ] = MOST_ROWS,
-    jobs: Annotated[int, typer.Option(min=1, help="Parts compared at once.")] = 4,
+    jobs: Annotated[
+        int, typer.Option("--jobs", "--table-jobs", min=1, help="Parts compared at once.")
+    ] = 4,
     snapshot: Annotated[
         str, typer.Option(metavar="ID", help="Read the source under this exported snapshot.")
     ] = "",
@@ -136,29 +159,53 @@ def data(
     not be on the target. Exit code 9 if a table differs.
     """
     setup_logging(verbose=verbose, quiet=quiet)
-    settings = CompareSettings(
-        Route(
-            options.parse_dsn(source, "source"),
-            options.parse_dsn(target, "target"),
-            filters=options.read_rules(filters),
-            naming=_naming(rename_schema, directory),
-        ),
-        jobs,
-        snapshot or None,
-        rows,
-        most_rows,
-        tuple(table),
+    route = Route(
+        options.parse_dsn(source, "source"),
+        options.parse_dsn(target, "target"),
+        filters=options.read_rules(filters),
+        naming=_naming(rename_schema, directory),
     )
-    began = time.monotonic()
+    if all_databases and snapshot:
+        raise ConfigError(
+            "--all-databases and --snapshot cannot be used together",
+            hint="a snapshot belongs to one database: compare that database on its own",
+        )
+    settings = CompareSettings(route, jobs, snapshot or None, rows, most_rows, tuple(table))
+    everything: dict[str, list[TableComparison]] = {}
     with Engine(master or default_master(jobs), parse_conf(conf)) as engine:
         engine.start()
-        found = compare_data(settings, engine)
+        for name, one in _routes(route, all_databases).items():
+            began = time.monotonic()
+            found = everything[name] = compare_data(replace(settings, route=one), engine)
+            if not as_json:
+                _print_name(name)
+                print_compared(found, every=bool(verbose), with_rows=rows)
+                print(_data_summary(found, time.monotonic() - began))
     if as_json:
-        print(json.dumps([asdict(one) | {"equal": one.is_equal} for one in found], default=str))
-    else:
-        print_compared(found, every=bool(verbose), with_rows=rows)
-        print(_data_summary(found, time.monotonic() - began))
-    raise_difference(found)
+        shown = {
+            name: [asdict(one) | {"equal": one.is_equal} for one in found]
+            for name, found in everything.items()
+        }
+        print(json.dumps(shown if all_databases else shown[""], default=str))
+    raise_difference([one for found in everything.values() for one in found])
+
+
+def _routes(route: Route, all_databases: bool) -> dict[str, Route]:
+    """By the name of the database, or the one that is asked for, by no name."""
+    if not all_databases:
+        return {"": route}
+    source, target = resolve(route.source), resolve(route.target)
+    with connect(source, "compare") as connection, translated("reading the databases"):
+        names = [one.name for one in read_databases(connection)]
+    return {
+        name: replace(route, source=source.with_(dbname=name), target=target.with_(dbname=name))
+        for name in names
+    }
+
+
+def _print_name(name: str) -> None:
+    if name:
+        print(f"database {name}")
 
 
 def _naming(renames: list[str], directory: Path | None) -> Naming:

@@ -6,7 +6,6 @@ import json
 import threading
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -14,6 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from millrace.cli import options
+from millrace.cli.consolidate_ddl import app as ddl_app
+from millrace.cli.consolidate_options import DEFAULT_CONFIG, Config, SourceName
 from millrace.cli.display import console, render_seconds
 from millrace.clone.preflight import raise_problems
 from millrace.config.size import render_size
@@ -29,19 +30,8 @@ app = typer.Typer(
     no_args_is_help=True,
     help="Bring many databases into one, a schema for each of their schemas.",
 )
+app.add_typer(ddl_app, name="ddl")
 
-Config = Annotated[
-    Path,
-    typer.Option(
-        "--config",
-        envvar="MILLRACE_CONSOLIDATE_CONFIG",
-        metavar="FILE",
-        help="The sources and the target: a TOML file.",
-        resolve_path=True,
-    ),
-]
-SourceName = Annotated[str, typer.Argument(metavar="SOURCE", help="Name of a source in the file.")]
-DEFAULT_CONFIG = Path("sources.toml")
 # Tasks of one base copy, and one for tables that are copied again.
 COPY_SLOTS = 5
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import typer
 
-from millrace.cli.clone import run_and_tell
+from millrace.cli.clone import clone, run_and_tell
 from millrace.cli.command_options import CommandOptions, command
 from millrace.clone import step
 from millrace.clone.step import Step
@@ -64,6 +64,7 @@ def _add(app: typer.Typer, name: str, steps: frozenset[Step], text: str, *takes:
     app.command(name)(command(body, (*EVERY_STEP, *takes)))
 
 
+copy_app.command("db")(clone)
 _add(
     copy_app,
     "schema",
@@ -107,14 +108,15 @@ _add(
     "table_jobs",
     *MOVING,
 )
-_add(
-    copy_app,
-    "large-objects",
-    frozenset({Step.LARGE_OBJECTS}),
-    "Copy large objects.",
-    "large_objects_jobs",
-    *MOVING,
-)
+for name in ("large-objects", "blobs"):
+    _add(
+        copy_app,
+        name,
+        frozenset({Step.LARGE_OBJECTS}),
+        "Copy large objects.",
+        "large_objects_jobs",
+        *MOVING,
+    )
 _add(
     copy_app,
     "sequences",

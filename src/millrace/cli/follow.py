@@ -23,6 +23,7 @@ from millrace.compare.run import CompareSettings
 from millrace.errors import MismatchError, WorkDirError
 from millrace.follow.audit.finding import LARGE_OBJECTS, Finding
 from millrace.follow.metrics import StreamMetrics, serve_metrics
+from millrace.follow.pause import PauseSettings
 from millrace.follow.progress import FollowProgress, FollowResult
 from millrace.follow.settings import LOOPBACK
 from millrace.log import setup_logging
@@ -40,8 +41,11 @@ _APPLY_OPTIONS = (
     *_ENDS, "endpos", "on_conflict", "keep_spool", "sequence_interval", "metrics_port",
     "metrics_host",
 )  # fmt: skip
-_FOLLOW_OPTIONS = (*_APPLY_OPTIONS, "max_spool", "max_slot_lag", "batches_from", "no_binary")
-_CUTOVER_OPTIONS = (*_ENDS, "compare_jobs", "rows")
+_FOLLOW_OPTIONS = (*_APPLY_OPTIONS, "ddl", "max_spool", "max_slot_lag", "batches_from", "no_binary")
+_CUTOVER_OPTIONS = (
+    *_ENDS, "compare_jobs", "rows", "compare", "pause", "pause_command", "resume_command",
+    "pgbouncer", "pgbouncer_database",
+)  # fmt: skip
 
 
 @partial(command, names=_FOLLOW_OPTIONS)
@@ -102,11 +106,13 @@ def _apply(asked: CommandOptions, *, waits: bool) -> None:
 def cutover(asked: CommandOptions) -> None:
     """End the stream at the source's current position, and prove that both sides are equal.
 
-    Stop the writers of the source first. Sets the end position, waits until a running `follow`
-    has applied everything up to it (or applies it itself), sets the target's sequences, compares
-    every table, and refreshes materialized views. Exit code 9 if a table
-    differs: something still writes to the source, or is wrong. Then the end position is removed, so
-    that `millrace follow` continues. Run it again as often as you like.
+    Stop the writers of the source first, or let --pause do it. Sets the end position, waits until
+    a running `follow` has applied everything up to it (or applies it itself), sets the target's
+    sequences, compares every table, looks whether anything was written to the source meanwhile, and
+    refreshes materialized views. Exit code 9 if a table
+    differs, or something still writes to the source. Then the end position is removed, so
+    that `millrace follow` continues, and a source that was paused is given back as it was. Run it
+    again as often as you like.
 
     Afterwards point the applications to the target, and remove slot, publications and
     position with `millrace stream cleanup`.
@@ -120,7 +126,14 @@ def cutover(asked: CommandOptions) -> None:
             asked.compare_jobs,
             rows=asked.rows,
         )
-        result = run(settings, compare, engine, display)
+        pause = PauseSettings(
+            asked.pause,
+            asked.pause_command,
+            asked.resume_command,
+            asked.pgbouncer,
+            asked.pgbouncer_database,
+        )
+        result = run(settings, compare, engine, display, pause, asked.compare)
     _print_cutover(result, as_json=asked.as_json, rows=asked.rows)
     raise_difference(result.compared, result.accepted)
     raise_refused(result.refused)
@@ -244,6 +257,8 @@ def _print_cutover(result: CutoverResult, *, as_json: bool, rows: bool) -> None:
                     "unfollowed": [asdict(one) for one in result.unfollowed],
                     "accepted": sorted(result.accepted),
                     "seconds": result.seconds,
+                    "pause_seconds": result.pause_seconds,
+                    "is_compared": result.is_compared,
                     "compared": compared,
                 },
                 default=str,
@@ -254,9 +269,11 @@ def _print_cutover(result: CutoverResult, *, as_json: bool, rows: bool) -> None:
     print_unfollowed(result.unfollowed)
     if result.is_good:
         but = "" if result.is_equal else " but for what was accepted"
+        state = f"both sides are equal{but}" if result.is_compared else "everything is applied"
         console().print(
-            f"both sides are equal{but} at {render_lsn(result.endpos)}: "
-            f"{len(result.compared)} tables "
+            f"{state} at {render_lsn(result.endpos)}: "
+            f"{len(result.compared) if result.is_compared else 'no'} tables "
             f"compared, {result.sequences} sequences set, {result.views} materialized views "
-            f"refreshed, in {render_seconds(result.seconds)}; point the applications to the target"
+            f"refreshed, in {render_seconds(result.seconds)}, writers paused for "
+            f"{render_seconds(result.pause_seconds)}; point the applications to the target"
         )

@@ -15,6 +15,8 @@ from typing import Any, ClassVar, NamedTuple, cast
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from millrace.cli.habits import add_habits
+
 
 class Place(NamedTuple):
     """Where a command is, and the first line of its help."""
@@ -71,4 +73,6 @@ def _load(name: str, place: Place, markup: Any) -> Any:
         parent.add_typer(found, name=name)
     else:
         parent.command(name)(found)
-    return typer.main.get_group(parent).commands[name]
+    command = typer.main.get_group(parent).commands[name]
+    add_habits(command, name)
+    return command

@@ -20,6 +20,7 @@ from millrace.cli.display import console
 from millrace.clone import listing
 from millrace.clone.listing import Connection, TableChoice
 from millrace.config.size import render_size
+from millrace.filter.rules import FilterRules
 from millrace.log import setup_logging
 from millrace.postgres.catalog import inventory
 from millrace.postgres.wire.connect import connect, translated
@@ -31,6 +32,9 @@ app.command("progress")(list_progress.progress)
 
 SchemaName = Annotated[str, typer.Option(help="Only tables of this schema.")]
 TableName = Annotated[str, typer.Option(help="Only tables with this name.")]
+ListSkipped = Annotated[
+    bool, typer.Option("--list-skipped", help="List what --filters leaves out, and why.")
+]
 Row = dict[str, Any]
 NUMBERS = frozenset(
     [
@@ -128,10 +132,14 @@ def collations(source: options.Source = "", as_json: options.AsJson = False) -> 
 def tables(
     source: options.Source = "",
     filters: options.Filters = None,
+    list_skipped: ListSkipped = False,
     as_json: options.AsJson = False,
 ) -> None:
     """Tables with rows of their own, the largest first."""
     rules = options.read_rules(filters)
+    if list_skipped:
+        _print_skipped(source, rules, "table", as_json=as_json)
+        return
     with _reading(source) as connection:
         found = listing.list_tables(connection, rules)
     columns: Columns = {
@@ -183,10 +191,14 @@ def table_parts(
 def sequences(
     source: options.Source = "",
     filters: options.Filters = None,
+    list_skipped: ListSkipped = False,
     as_json: options.AsJson = False,
 ) -> None:
     """Sequences, their values, and the columns they belong to."""
     rules = options.read_rules(filters)
+    if list_skipped:
+        _print_skipped(source, rules, "sequence", as_json=as_json)
+        return
     with _reading(source) as connection:
         found = listing.list_sequences(connection, rules)
     columns: Columns = {
@@ -206,10 +218,14 @@ def indexes(
     schema_name: SchemaName = "",
     table_name: TableName = "",
     filters: options.Filters = None,
+    list_skipped: ListSkipped = False,
     as_json: options.AsJson = False,
 ) -> None:
     """Indexes of tables with rows, the largest first: those that a clone builds itself."""
     rules = options.read_rules(filters)
+    if list_skipped:
+        _print_skipped(source, rules, "index", as_json=as_json)
+        return
     with _reading(source) as connection:
         found = listing.list_indexes(connection, rules, TableChoice(schema_name, table_name))
     columns: Columns = {
@@ -276,6 +292,16 @@ def schema(
     _print(found.counts(), columns, as_json=False)
     for warning in found.decision.warnings:
         console().print(Text(f"warning: {warning}"))
+
+
+def _print_skipped(uri: str, rules: FilterRules, kind: str, *, as_json: bool) -> None:
+    with _reading(uri) as connection:
+        found = listing.list_skipped(connection, rules, kind)
+    columns: Columns = {
+        "left out": lambda row: row["object"],
+        "because it": lambda row: row["reason"],
+    }
+    _print([asdict(one) for one in found], columns, as_json=as_json)
 
 
 @contextmanager

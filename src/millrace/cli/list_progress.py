@@ -7,14 +7,19 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
 
+import typer
 from rich.table import Table
 from rich.text import Text
 
 from millrace.cli import options
-from millrace.cli.display import console, running_lines
+from millrace.cli.display import console, print_summary, running_lines
 from millrace.clone.status import Count, RunStatus, read_run_status
+from millrace.clone.summary import read_summary
 from millrace.config.size import render_size
+from millrace.errors import WorkDirError
 from millrace.log import setup_logging
 from millrace.lsn import render_lsn
 from millrace.workdir.stream_state import StreamStatus, read_stream_status
@@ -23,6 +28,9 @@ from millrace.workdir.stream_state import StreamStatus, read_stream_status
 def progress(
     directory: options.Directory = options.DEFAULT_DIRECTORY,
     target: options.Target = "",
+    summary: Annotated[
+        bool, typer.Option("--summary", help="Print the summary of a run that is done.")
+    ] = False,
     as_json: options.AsJson = False,
 ) -> None:
     """The progress of the run in a work directory: running, stopped or done.
@@ -33,6 +41,9 @@ def progress(
     counted separately. If the run has a stream, its state is shown as well.
     """
     setup_logging(quiet=True)
+    if summary:
+        _print_summary(directory, as_json=as_json)
+        return
     dsn = options.parse_dsn(target, "target") if target else None
     found = read_run_status(directory, dsn)
     stream = read_stream_status(directory)
@@ -45,12 +56,27 @@ def progress(
         print_stream(stream)
 
 
+def _print_summary(directory: Path, *, as_json: bool) -> None:
+    found = read_summary(directory / "summary.json")
+    if found is None:
+        raise WorkDirError(
+            f"{directory} has no run that is done",
+            hint="without --summary, the progress of a running one is shown",
+        )
+    if as_json:
+        print(json.dumps(asdict(found), default=str))
+    else:
+        print_summary(found)
+
+
 def print_run_status(found: RunStatus) -> None:
     """A line on the run, a table of what is done, a line for each thing that is running."""
     out = console()
     ended = f", finished {found.finished_at}" if found.finished_at else ""
     out.print(Text(f"run {found.run_id}: {found.status}, started {found.started_at}{ended}"))
     out.print(Text(f"{found.source} to {found.target}"))
+    if found.snapshot_state:
+        out.print(Text(f"snapshot {found.snapshot}: {found.snapshot_state}"))
     listing = Table()
     listing.add_column("")
     for title in ("done", "total"):

@@ -12,10 +12,12 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import typer
 
+from millrace import __version__
+from millrace.cli.habits import COMMANDS, VARIABLES, take_variables
 from millrace.cli.lazy import LazyGroup, Place
 from millrace.cli.signals import stop_on_signals, stopped_code
 from millrace.errors import ConfigError, InvariantError, MillraceError, MismatchError
@@ -32,6 +34,7 @@ class Program(LazyGroup):
 
     places: ClassVar = {
         "clone": Place("millrace.cli.clone", "clone", "Copy a whole database under one snapshot."),
+        "fork": Place("millrace.cli.clone", "clone", "Copy a whole database under one snapshot."),
         "follow": Place(
             "millrace.cli.follow",
             "follow",
@@ -43,12 +46,17 @@ class Program(LazyGroup):
             "End the stream at the source's current position, and prove that both sides are equal.",
         ),
         "demo": Place(
-            "millrace.cli.demo_more",
+            "millrace.cli.demo.commands",
             "app",
             "Move a busy shop database from PostgreSQL 16 to 18 and prove both sides equal.",
         ),
         "snapshot": Place(
             "millrace.cli.snapshot", "snapshot", "Hold an exported snapshot until it is stopped."
+        ),
+        "ping": Place(
+            "millrace.cli.ping",
+            "ping",
+            "Check that both servers answer, with the connection strings of a clone.",
         ),
         "version": Place("millrace.cli.version", "version", "Print the version."),
         "copy": Place("millrace.cli.copy", "copy_app", "Do one step of a clone."),
@@ -72,8 +80,13 @@ class Program(LazyGroup):
             "app",
             "Bring many databases into one, a schema for each of their schemas.",
         ),
+        "decode": Place(
+            "millrace.cli.decode",
+            "app",
+            "Decode WAL files into changes, without a server and without a slot.",
+        ),
         "tube": Place(
-            "millrace.cli.tube",
+            "millrace.cli.tube.commands",
             "app",
             "Record which rows of tables are touched, in queues, and deliver them.",
         ),
@@ -91,14 +104,26 @@ app = typer.Typer(
 )
 
 
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"millrace {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def program() -> None:
+def program(
+    version: Annotated[
+        bool,
+        typer.Option("--version", is_eager=True, callback=_version, help="Print the version."),
+    ] = False,
+) -> None:
     """Moves PostgreSQL data, consistently, on Apache Spark."""
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the program and exit."""
     stop_on_signals()
+    _take_variables(sys.argv[1:] if arguments is None else arguments)
     try:
         code = app(arguments, standalone_mode=False, default_map=read_settings_file())
     except MillraceError as error:
@@ -114,6 +139,13 @@ def main(arguments: list[str] | None = None) -> None:
         print("millrace: stopped", file=sys.stderr)
         code = stopped_code()
     sys.exit(code or 0)
+
+
+def _take_variables(arguments: list[str]) -> None:
+    """Fall back to pgcopydb's variables for commands that it has too, and say so."""
+    if arguments and arguments[0] in COMMANDS:
+        for theirs in take_variables():
+            print(f"millrace: {theirs} is used, as {VARIABLES[theirs]} is not set", file=sys.stderr)
 
 
 def report(error: MillraceError) -> int:

@@ -120,6 +120,16 @@ IdentityFull = Annotated[
         rich_help_panel=STREAM,
     ),
 ]
+Ddl = Annotated[
+    bool,
+    typer.Option(
+        "--ddl",
+        envvar="MILLRACE_DDL",
+        help="Capture DDL on the source, by event triggers, and replay it on the target at its "
+        "place in the stream. Needs a superuser of the source, or what a provider has instead.",
+        rich_help_panel=STREAM,
+    ),
+]
 SlotTimeout = Annotated[
     float,
     typer.Option(
@@ -273,7 +283,10 @@ MetricsHost = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Verbose = Annotated[int, typer.Option("--verbose", "-v", count=True, help="Log more.")]
+Verbose = Annotated[
+    int,
+    typer.Option("--verbose", "-v", "--notice", "--debug", "--trace", count=True, help="Log more."),
+]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Log only warnings and errors.")]
 LogJson = Annotated[
     bool, typer.Option("--log-json", envvar="MILLRACE_LOG_JSON", help="Log as JSON lines.")

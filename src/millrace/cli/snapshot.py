@@ -17,6 +17,7 @@ from typing import Annotated
 import typer
 
 from millrace.cli import options
+from millrace.errors import WorkDirError
 from millrace.follow.audit.baseline import note_counters
 from millrace.follow.bound_copy import read_stream, require_no_stream, write_stream
 from millrace.follow.membership import has_all
@@ -25,8 +26,10 @@ from millrace.follow.slot import prepare_source
 from millrace.follow.slot_making import Making, making_slot
 from millrace.log import setup_logging
 from millrace.postgres.wire.connect import resolve
-from millrace.snapshot.holder import CHECK_SECONDS, hold, stop_held
+from millrace.snapshot.ended import read_end_of
+from millrace.snapshot.holder import CHECK_SECONDS, hold, read_held, stop_held
 from millrace.spool.kind import SpoolKind
+from millrace.workdir.lock import read_holder
 
 log = logging.getLogger(__name__)
 
@@ -68,17 +71,20 @@ def snapshot(
     """Hold an exported snapshot until it is stopped.
 
     Prints its id and records it in the work directory, where `clone` and `copy` find
-    it. A clone that dies can then be resumed under the same snapshot. Ends on Ctrl-C,
+    it: several commands then see the source at the same instant. `millrace clone` needs none: it
+    holds its own in a process like this. Ends on Ctrl-C,
     SIGTERM or SIGHUP, or by `millrace snapshot --stop`; if the source drops the session, at once
     and with exit code 5.
+
+    --stop ends the snapshot process of a stopped clone, too: its copy can't be resumed then, and
+    the slot and publications of `clone --follow` are dropped.
 
     With --follow it is the beginning of a stream: when the clone is done, end this process and
     continue with `millrace follow` in the same work directory. The slot stays.
     """
     setup_logging(verbose=verbose, quiet=quiet)
     if stop:
-        held = stop_held(directory)
-        log.info("snapshot %s is no longer held", held.id)
+        _stop(directory)
         return
     dsn = resolve(options.parse_dsn(source, "source"))
     slot = slot_name if follow else None
@@ -114,6 +120,20 @@ def snapshot(
             if follow:
                 _tell_of_slot(directory, slot_name)
             raise
+
+
+def _stop(directory: Path) -> None:
+    held = read_held(directory)
+    if held is not None and held.is_of_run and (pid := read_holder(directory)) is not None:
+        raise WorkDirError(
+            f"process {pid} copies under snapshot {held.id}",
+            hint=f"stop that first: kill {pid}",
+        )
+    held = stop_held(directory)
+    log.info("snapshot %s is no longer held", held.id)
+    end = read_end_of(directory, held.id)
+    if end is not None:
+        log.warning("%s", end)
 
 
 def _tell_of_slot(directory: Path, slot: str) -> None:

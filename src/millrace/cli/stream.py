@@ -60,6 +60,10 @@ Plugin = Annotated[
 ]
 
 
+def _only(name: str, what: str) -> Any:
+    return typer.Option(name, help=f"Print only {what}.")
+
+
 @app.command("setup")
 def setup(
     source: options.Source = "",
@@ -310,16 +314,37 @@ def prune(
 @sentinel_app.command("get")
 def sentinel_get(
     directory: options.Directory = options.DEFAULT_DIRECTORY,
+    startpos: Annotated[bool, _only("--startpos", "where the stream begins")] = False,
+    endpos: Annotated[bool, _only("--endpos", "the end position")] = False,
+    apply: Annotated[bool, _only("--apply", "whether changes are applied")] = False,
+    received: Annotated[bool, _only("--write-lsn", "what is received")] = False,
+    flushed: Annotated[bool, _only("--flush-lsn", "what is on our disk")] = False,
+    transformed: Annotated[bool, _only("--transform-lsn", "the same as --flush-lsn")] = False,
+    applied: Annotated[bool, _only("--replay-lsn", "what is applied")] = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """Show the state of a stream, its switches and its positions."""
+    """Show the state of a stream, its switches and its positions; or only one of them."""
     with _open_sentinel(directory) as sentinel:
         shown = _render(_in_order(sentinel.read())) | _render_source(sentinel.read_source())
     status = read_stream_status(directory)
     shown["state"] = status.label if status is not None else None
     shown["error"] = shown["error"] or None
+    wanted = {
+        "startpos": startpos,
+        "endpos": endpos,
+        "apply": apply,
+        "received_lsn": received,
+        "flushed_lsn": flushed or transformed,
+        "applied_lsn": applied,
+    }
+    if any(wanted.values()):
+        shown = {name: value for name, value in shown.items() if wanted.get(name)}
     if as_json:
         print(json.dumps(shown))
+        return
+    if len(shown) == 1:
+        (only,) = shown.values()
+        print(render_lsn(0) if only is None else only)
         return
     for name, value in shown.items():
         if value is not None:

@@ -17,6 +17,7 @@ import psycopg
 from millrace import failpoint
 from millrace.clone.copy_task import CopyTask, Outcome, PartStatements, copy_parts, part_statements
 from millrace.clone.finish.table import TableFinisher
+from millrace.clone.full_tablespace import DISK_FULL, FullTablespaces
 from millrace.clone.large_object import large_object_statements
 from millrace.clone.plan import Plan, plan_packs
 from millrace.clone.progress import (
@@ -40,8 +41,6 @@ Connection = psycopg.Connection[tuple[Any, ...]]
 
 POLL_SECONDS = 0.2
 SNAPSHOT_CHECK_SECONDS = 5.0
-# After these nothing else can succeed: the disk is full.
-FATAL_CODES = frozenset({"53100"})
 
 
 class CopyStage:
@@ -63,6 +62,7 @@ class CopyStage:
         self._finisher = TableFinisher(run, plan)
         self._moves_tables = Step.TABLE_DATA in run.settings.steps
         self._watch = _RecordWatch(run.run_id, run.settings.table_jobs)
+        self._full = FullTablespaces(plan.catalog.tables)
         self._target: Connection | None = None
         self._reported_at = 0.0
 
@@ -85,6 +85,9 @@ class CopyStage:
             self.run.progress.copy_seconds = self.run.progress.seconds()
             # Nothing reads the source any more: let go of its locks and its horizon.
             self.snapshot.close()
+            if self._has_every_row():
+                self.run.give_back_snapshot()
+                failpoint.hit("snapshot.given-back")
             self._wait_for_finisher()
             with_retries(lambda: self._records.check(self.plan, self.copied))
             failpoint.hit("copy.checked")
@@ -135,8 +138,13 @@ class CopyStage:
             if (record.LARGE_OBJECTS_OID, objects.number) not in self.copied
         ]
 
-    def _call(self, statements: tuple[PartStatements, ...]) -> list[Outcome]:
+    def _call(self, wanted: tuple[PartStatements, ...]) -> list[Outcome]:
         run = self.run
+        refused = [one for part in wanted if (one := self._full.refuse(part))]
+        without_room = {(one.table_oid, one.part) for one in refused}
+        statements = tuple(p for p in wanted if (p.table_oid, p.part) not in without_room)
+        if not statements:
+            return refused
         task = CopyTask(
             run.run_id,
             run.epoch,
@@ -147,7 +155,7 @@ class CopyStage:
             statements,
         )
         more = f" and {len(statements) - 1} more" if len(statements) > 1 else ""
-        return run.engine.call(copy_parts, task, f"copy {statements[0].label}{more}")
+        return refused + run.engine.call(copy_parts, task, f"copy {statements[0].label}{more}")
 
     def _wait_for_copies(self, waiting: set[Future[list[Outcome]]]) -> None:
         """Until every task has ended: hand over whole tables, notice errors, show progress."""
@@ -172,6 +180,11 @@ class CopyStage:
         if missing and self._moves_tables:
             raise InvariantError(f"tasks ended without a record: {', '.join(missing[:5])}")
 
+    def _has_every_row(self) -> bool:
+        """Whether no step, of this command or a later one, has rows to read."""
+        steps = self.run.settings.steps
+        return self._moves_tables and Step.LARGE_OBJECTS in steps
+
     def _wait_for_finisher(self) -> None:
         """Until the last index, constraint and vacuum is done."""
         self.run.progress.step = "indexes, constraints, vacuum"
@@ -184,13 +197,23 @@ class CopyStage:
 
     def _note_outcome(self, outcome: Outcome) -> None:
         if outcome.error:
-            log.error("%s", outcome.error.message)
-            self._errors.append(outcome.error)
+            if outcome.error.facts.get("sqlstate") == DISK_FULL:
+                self._note_full(outcome)
+            if outcome.error not in self._errors:
+                log.error("%s", outcome.error.message)
+                self._errors.append(outcome.error)
         else:
             part = record.CopiedPart(
                 outcome.table_oid, outcome.part, outcome.rows, outcome.bytes, outcome.seconds
             )
             self._note_copied(part)
+
+    def _note_full(self, outcome: Outcome) -> None:
+        error = outcome.error
+        assert error is not None
+        if error not in self._errors:
+            self._ask(lambda target: self._full.note(target, outcome.table_oid, error))
+            self._tell_needed(error)
 
     def _note_copied(self, part: record.CopiedPart) -> None:
         key = (part.table_oid, part.part)
@@ -225,20 +248,23 @@ class CopyStage:
                 self._finisher.table_copied(oid)
 
     def _raise_fatal(self) -> None:
+        """Where nothing else can succeed either: the snapshot is lost, or no table has room."""
         errors = self._errors + self._finisher.errors
+        left = {oid for oid, _ in self._planned.keys() - self.copied.keys()}
         fatal = [
             error
             for error in errors
-            if isinstance(error, SnapshotLost) or error.facts.get("sqlstate") in FATAL_CODES
+            if isinstance(error, SnapshotLost)
+            or (error.facts.get("sqlstate") == DISK_FULL and self._full.have_all(left))
         ]
-        if fatal:
-            self._tell_needed(fatal[0])
+        for error in fatal:
+            self._tell_needed(error)
         if fatal or (errors and self.run.settings.fail_fast):
             raise several([*fatal, *errors])
 
     def _tell_needed(self, error: MillraceError) -> None:
         """How much room the target needs besides what it has taken."""
-        if error.facts.get("sqlstate") not in FATAL_CODES:
+        if error.facts.get("sqlstate") != DISK_FULL:
             return
         left = self._planned.keys() - self.copied.keys()
         size = sum(self._planned[key].estimated_bytes for key in left)

@@ -24,7 +24,7 @@ from millrace.clone.trigger_silence import SILENCE, empty_sql
 from millrace.config.dsn import Dsn
 from millrace.errors import MillraceError, WorkDirError
 from millrace.postgres import run_record as record
-from millrace.postgres.quote import columns, literal, qualified
+from millrace.postgres.quote import columns, literal, qualified, selected
 from millrace.postgres.wire.connect import APPLICATION
 from millrace.postgres.wire.libpq import execute, open_session
 from millrace.postgres.wire.lock_wait import explain_lock_wait
@@ -94,9 +94,11 @@ def part_statements(table: Table, part: Part, *, is_guarded: bool = False) -> Pa
     conditions = [each for each in (part.condition, own, table.where) if each]
     condition = " AND ".join(f"({each})" for each in conditions)
     form = "text" if table.text_reason else "binary"
-    if condition or not listed:
+    is_computed = any(column.expression for column in table.columns)
+    if condition or is_computed or not listed:
         where = f" WHERE {condition}" if condition else ""
-        out = f"COPY (SELECT {listed} FROM ONLY {name}{where}) TO STDOUT (FORMAT {form})"
+        query = f"SELECT {selected(table.columns)} FROM ONLY {name}{where}"
+        out = f"COPY ({query}) TO STDOUT (FORMAT {form})"
     else:
         out = f"COPY {name} ({listed}) TO STDOUT (FORMAT {form})"
     target = qualified(*(table.load_via[1:] if table.load_via else table.target))

@@ -14,6 +14,7 @@ from typing import Any
 from millrace.clone.settings import CloneSettings
 from millrace.errors import WorkDirError
 from millrace.name import Naming
+from millrace.snapshot.holder import read_held
 from millrace.workdir.store import Store
 
 log = logging.getLogger(__name__)
@@ -78,6 +79,9 @@ def require_usable(settings: CloneSettings, *, continues: bool) -> dict[str, Any
             f"{setup['source']} to {setup['target']}",
             hint="continue it: --resume; start over: --restart; or choose another --dir",
         )
+    held = read_held(settings.directory)
+    if held is not None and held.is_of_run and held.slot is not None:
+        return None  # killed between its slot and its first row
     if settings.resume and not catalog_path(settings.directory).exists():
         raise WorkDirError(
             f"there is no run to resume in {settings.directory}",

@@ -12,7 +12,7 @@ import types
 from collections.abc import Collection, Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Final, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from millrace.clone.directory import catalog_path
 from millrace.filter.decide import Decision
@@ -21,6 +21,8 @@ from millrace.workdir.store import Store
 
 T = TypeVar("T")
 
+# When the run's own snapshot process was told that every row is copied.
+GIVEN_BACK_AT: Final = "snapshot given back at"
 _SKIPPED = "skip large objects"
 
 

@@ -131,6 +131,12 @@ def list_tables(
     return sorted(found, key=lambda table: (-table.total_bytes, table.label))
 
 
+def list_skipped(connection: Connection, rules: FilterRules, kind: str) -> list[ListedExclusion]:
+    """What the rules leave out of one kind, with the reasons."""
+    decision = read_decision(connection, rules)
+    return [one for one in _left(decision, decision.excluded) if one.object.startswith(f"{kind} ")]
+
+
 def list_parts(
     connection: Connection, rules: FilterRules, named: TableChoice, split: SplitSettings
 ) -> list[tuple[Table, list[Part]]]:

@@ -27,7 +27,7 @@ from millrace.clone.step import Step
 from millrace.engine import Engine
 from millrace.errors import WorkDirError
 from millrace.filter.decide import Decision
-from millrace.snapshot.holder import read_held
+from millrace.snapshot.holder import read_held, stop_held
 from millrace.workdir.stream_binding import bind_copy, read_binding
 
 log = logging.getLogger(__name__)
@@ -69,24 +69,26 @@ def open_run(
     servers' warnings; None if it is finished."""
     beginning = read_beginning(settings)
     owned, run_id = beginning.owns_target, beginning.run_id
-    claimed = claim(settings, run_id, beginning.schemas, takes_over=owned)
-    if settings.restart:
-        stack.enter_context(claimed)
-        check_servers(settings, continues=owned)
+    stack.enter_context(claim(settings, run_id, beginning.schemas, takes_over=owned))
+    records = RunRecords(settings, run_id)
+    checked = None
+    if beginning.setup is None:
+        # What is refused leaves the files of an earlier run alone.
+        checked = check_servers(settings, continues=owned)
+        if owned or settings.drop_if_exists:
+            records.check_followed(beginning.stream)
+        _end_former_snapshot(settings, beginning)
     store = open_directory(settings, beginning.setup)
     stack.callback(store.close)
-    if not settings.restart:
-        stack.enter_context(claimed)
-    records = RunRecords(settings, run_id)
     if settings.resume and beginning.was_finished:
         if records.settle(store):
             return None
         log.warning("the target crashed at the end of the run: what it lost is copied again")
-    warnings, tools, encoding = check_servers(
-        settings, continues=beginning.setup is not None or owned
-    )
+    warnings, tools, encoding = checked or check_servers(settings, continues=True)
     engine = engine.group(f"clone {run_id}")
     run = Run(settings, beginning, engine, reporter, store, records, tools, encoding)
+    if not _is_former(beginning):
+        run.held = beginning.held
     if beginning.setup is None:
         _pin(run)
         failpoint.hit("run.pinned")
@@ -94,6 +96,17 @@ def open_run(
         keep_skipped_large_objects(store, is_skipped=settings.skip_large_objects)
     run.add_timing("connect and check", time.monotonic() - beginning.began_at)
     return run, warnings
+
+
+def _is_former(beginning: Beginning) -> bool:
+    """Whether the held snapshot is of an earlier run: one with a slot is made before its run."""
+    held = beginning.held
+    return beginning.setup is None and held is not None and held.is_of_run and held.slot is None
+
+
+def _end_former_snapshot(settings: CloneSettings, beginning: Beginning) -> None:
+    if _is_former(beginning):
+        stop_held(settings.directory)
 
 
 def look_for_rows(run: Run) -> None:

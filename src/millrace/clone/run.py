@@ -21,13 +21,14 @@ from typing import TypeVar
 from millrace import failpoint
 from millrace.clone.copy_stage import CopyStage
 from millrace.clone.finish.sequence import set_sequences
+from millrace.clone.finish.statistics import keep_statistics, read_carried, restore_statistics
 from millrace.clone.finish.vacuum import analyze_partitioned
 from millrace.clone.kept_view import keep, read_kept
 from millrace.clone.opening import MOVING, look_for_rows, open_run, own_target
 from millrace.clone.plan import Plan, plan_clone
 from millrace.clone.problem import Problem
 from millrace.clone.progress import Reporter
-from millrace.clone.ready import check_servers, has_every_row, resolved
+from millrace.clone.ready import check_servers, resolved
 from millrace.clone.run_state import Run
 from millrace.clone.schema.database import set_database_properties
 from millrace.clone.schema.entries import RestoreLists
@@ -53,6 +54,7 @@ from millrace.clone.settings import CloneSettings
 from millrace.clone.shared_database import is_shared
 from millrace.clone.source import read_source
 from millrace.clone.step import Step
+from millrace.clone.stopped import find_held, tell_kept_snapshot
 from millrace.clone.summary import Summary, write_summary
 from millrace.clone.trigger_silence import read_guarded
 from millrace.clone.view import (
@@ -64,13 +66,14 @@ from millrace.clone.view import (
     open_view,
 )
 from millrace.engine import Engine
-from millrace.errors import MillraceError, SnapshotLost
+from millrace.errors import SnapshotLost
 from millrace.filter.apply import read_decision
 from millrace.filter.decide import Decision
 from millrace.postgres import run_record as record
 from millrace.postgres.program.dump import Archive
 from millrace.postgres.wire.connect import connect, translated
 from millrace.relation import SourceCatalog
+from millrace.room import RESUME
 from millrace.snapshot.export import ReleasedSnapshot, open_snapshot
 from millrace.split.sample import sample_tables
 from millrace.workdir.lock import open_lock
@@ -136,26 +139,19 @@ def _stopping_sessions(run: Run) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if isinstance(error, SnapshotLost) and run.beginning.stream is not None:
-            error.hint = WAYS_OUT_OF_A_STREAM
+        if isinstance(error, SnapshotLost):
+            error.hint = _way_out(run)
         run.stop_sessions()
-        if isinstance(error, KeyboardInterrupt):
-            log.warning("stopped: %s", _how_to_continue(run))
+        tell_kept_snapshot(run.settings)
         raise
 
 
-def _how_to_continue(run: Run) -> str:
-    try:
-        is_copied = has_every_row(run.settings)
-    except MillraceError as error:
-        log.debug("%s", error)
-        is_copied = False
-    if run.beginning.held or run.settings.snapshot or is_copied:
-        return "continue with the same command and --resume"
-    return (
-        "its snapshot is gone with it; start again with --restart, or, if nobody writes to "
-        "the source, continue with --resume --not-consistent"
-    )
+def _way_out(run: Run) -> str:
+    """Of a run whose own session under the snapshot is gone."""
+    held = find_held(run.settings.directory)
+    if held is not None and run.held is not None and held.id == run.held.id:
+        return RESUME
+    return WAYS_OUT if run.beginning.stream is None else WAYS_OUT_OF_A_STREAM
 
 
 def _open_view(run: Run) -> View:
@@ -165,19 +161,24 @@ def _open_view(run: Run) -> View:
     kept = read_kept(run.store) if run.is_released else None
     if kept is not None and setup is not None:
         return kept_view(settings, setup["snapshot"], *kept)
-    snapshot = choose_snapshot(settings, setup, run.beginning.held)
-    return open_view(settings, snapshot, run.target_encoding)
+    snapshot = choose_snapshot(settings, setup, run.held)
+    renew = run.renew_snapshot if _may_renew(run, snapshot) else None
+    return open_view(settings, snapshot, run.target_encoding, renew)
+
+
+def _may_renew(run: Run, snapshot: str | None) -> bool:
+    """Whether the run may have another snapshot: nothing was read under the one it has."""
+    if run.settings.snapshot_keep_seconds is None:
+        return False
+    is_own = run.held is not None and run.held.is_of_run and run.held.slot is None
+    return snapshot is None or (is_own and not run.beginning.is_planned)
 
 
 def _run_steps(run: Run, view: View) -> tuple[Plan, Summary]:
-    try:
-        plan, archive, lists = _make_schema(run, view)
-        copied, waited = _move_rows(run, view, plan)
-        view.snapshot.close()
-        _complete_schema(run, plan, archive, lists)
-    except SnapshotLost as error:
-        error.hint = WAYS_OUT
-        raise
+    plan, archive, lists = _make_schema(run, view)
+    copied, waited = _move_rows(run, view, plan)
+    view.snapshot.close()
+    _complete_schema(run, plan, archive, lists)
     summary = Summary.build(
         plan,
         copied,
@@ -189,6 +190,7 @@ def _run_steps(run: Run, view: View) -> tuple[Plan, Summary]:
         snapshot=view.snapshot.id,
         run_id=run.run_id,
         consistency=_consistency(run.settings),
+        statistics_carried=run.statistics_carried,
     )
     run.records.check(plan, copied)
     write_summary(run.settings.directory / "summary.json", summary)
@@ -207,6 +209,9 @@ def _make_schema(run: Run, view: View) -> tuple[Plan, Archive, RestoreLists]:
         dumping = in_thread(partial(open_archive, run, view.snapshot.id))
         plan = _plan(run, view)
         archive = dumping.result()
+        if not isinstance(view.snapshot, ReleasedSnapshot):
+            keep_statistics(run, view.snapshot.id)
+        run.carried = read_carried(run, [table.target for table in plan.catalog.tables])
     catalog = plan.catalog
     _log_decision(view.decision)
     lists = plan_lists(run, archive, catalog, view.decision)
@@ -251,6 +256,9 @@ def _move_rows(run: Run, view: View, plan: Plan) -> tuple[Copied, float]:
 def _complete_schema(run: Run, plan: Plan, archive: Archive, lists: RestoreLists) -> None:
     """What comes after the rows."""
     steps = run.settings.steps
+    if Step.VACUUM in steps and run.carried:
+        with run.step("statistics"):
+            run.statistics_carried = restore_statistics(run)
     if Step.CONSTRAINTS in steps:
         with run.step("indexes of partitioned tables"):
             restore(run, archive, lists.attach, "attach")

@@ -170,6 +170,11 @@ class RunRecords:
         with self._connect() as target:
             write_follower(target, follower)
 
+    def check_followed(self, stream: StreamBinding | None) -> None:
+        """Raise what `open` would, before anything is changed."""
+        with self._connect() as target:
+            self._refuse_followed(target, stream)
+
     def _refuse_followed(self, target: Connection, stream: StreamBinding | None) -> None:
         """Raise if tables that another stream applies its changes to are about to be replaced."""
         own = (stream.source, stream.slot_name) if stream else None

@@ -14,14 +14,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from millrace import failpoint
+from millrace.clone.kept_view import GIVEN_BACK_AT
 from millrace.clone.progress import Progress, Reporter
 from millrace.clone.run_record import RunRecords
 from millrace.clone.settings import CloneSettings
 from millrace.engine import Engine
 from millrace.errors import MillraceError
+from millrace.name import QualifiedName
 from millrace.postgres.program.binaries import Installation
 from millrace.postgres.wire.connect import cancel_sessions
-from millrace.snapshot.holder import SnapshotHolder
+from millrace.snapshot import process
+from millrace.snapshot.holder import SnapshotHolder, give_back, stop_held
 from millrace.workdir.store import Store
 from millrace.workdir.stream_binding import StreamBinding
 
@@ -77,9 +81,14 @@ class Run:
     done: set[str] = field(default_factory=set)
     # Tables, by OID, that have triggers or foreign keys on the target before they have rows.
     guarded: frozenset[int] = frozenset()
+    # Tables whose statistics come from the source: they are not analyzed. How many got theirs.
+    carried: frozenset[QualifiedName] = frozenset()
+    statistics_carried: int = 0
     # The source's extensions, by name: their schemas. One that the target has elsewhere is moved
     # while text of the source runs under its names.
     extension_homes: dict[str, str] = field(default_factory=dict)
+    # The snapshot that another process holds for the run.
+    held: SnapshotHolder | None = None
     progress: Progress = field(default_factory=Progress)
     timings: list[tuple[str, float]] = field(default_factory=list)
 
@@ -109,6 +118,28 @@ class Run:
     def role(self, name: str) -> str:
         """The name of a session of this run, by which it can be found and ended."""
         return f"{name} {self.run_id}"
+
+    def renew_snapshot(self) -> str:
+        """A new snapshot, held by a process of the run's own."""
+        settings = self.settings
+        assert settings.snapshot_keep_seconds is not None
+        if self.held is not None:
+            stop_held(settings.directory)
+        self.held = process.start(
+            process.PlainHolding(
+                settings.source, settings.directory, settings.snapshot_keep_seconds
+            )
+        )
+        failpoint.hit("snapshot.held")
+        return self.held.id
+
+    def give_back_snapshot(self) -> None:
+        """Every row and large object is committed on the target: end the run's own process."""
+        if self.held is None or not self.held.is_of_run:
+            return
+        if give_back(self.settings.directory, self.held):
+            log.info("snapshot %s is given back: every row is copied", self.held.id)
+            self.store.write_kept(GIVEN_BACK_AT, time.strftime("%Y-%m-%d %H:%M:%S"))
 
     def stop_sessions(self) -> None:
         """End the sessions of this run on both servers, whichever process left them."""

@@ -31,8 +31,13 @@ class CloneSettings(RouteSettings):
     skip_large_objects: bool = False
     skip_vacuum: bool = False
     skip_database_properties: bool = False
+    # Take the planner's statistics from the source, if the target takes them (18).
+    carries_statistics: bool = False
     fail_fast: bool = False
     snapshot: str | None = None
+    # Hold the snapshot in a process of its own, for so long after the last process of the run;
+    # None: in this one.
+    snapshot_keep_seconds: float | None = None
     # The slot that a held snapshot must have come with, and its plugin; "" for any.
     slot_name: str = ""
     plugin: str = ""

@@ -14,6 +14,7 @@ from typing import Any
 import psycopg
 
 from millrace.clone.directory import catalog_path
+from millrace.clone.kept_view import GIVEN_BACK_AT
 from millrace.clone.progress import (
     Progress,
     RunningCopy,
@@ -28,6 +29,8 @@ from millrace.errors import WorkDirError
 from millrace.postgres import run_record as record
 from millrace.postgres.wire.connect import connect, resolve, translated
 from millrace.relation import LargeObjectRange, Part
+from millrace.snapshot.ended import read_end_of
+from millrace.snapshot.holder import read_held
 from millrace.workdir.lock import read_holder
 from millrace.workdir.store import Store
 
@@ -50,6 +53,8 @@ class RunStatus:
     source: str
     target: str
     snapshot: str | None
+    # Who holds the snapshot, when it was given back, or how it ended; "" if nobody knows.
+    snapshot_state: str
     started_at: str
     finished_at: str | None
     # running, not running or finished; one that is not running can be continued.
@@ -86,6 +91,7 @@ class _Written:
     """What the work directory says."""
 
     setup: dict[str, Any]
+    snapshot_state: str
     is_held: bool
     tables: dict[int, str]
     parts: dict[record.PartKey, Part]
@@ -126,6 +132,7 @@ def _read_written(directory: Path) -> _Written:
             )
         return _Written(
             setup=setup,
+            snapshot_state=_snapshot_state(directory, store, setup["snapshot"]),
             is_held=read_holder(directory) is not None,
             tables={t["oid"]: f"{t['schema']}.{t['name']}" for t in store.read_planned("tables")},
             parts={(p.table_oid, p.number): p for ps in store.read_parts().values() for p in ps},
@@ -188,6 +195,7 @@ def _run_status(written: _Written, seen: _Seen | None) -> RunStatus:
         source=setup["source"],
         target=setup["target"],
         snapshot=setup["snapshot"],
+        snapshot_state=written.snapshot_state,
         started_at=setup["started_at"],
         finished_at=setup["finished_at"],
         status=_status(written),
@@ -256,6 +264,19 @@ def _large_objects(written: _Written, copied: dict[record.PartKey, record.Copied
         sum(r.count for r in ranges if (record.LARGE_OBJECTS_OID, r.number) in copied),
         sum(r.count for r in ranges),
     )
+
+
+def _snapshot_state(directory: Path, store: Store, snapshot: str | None) -> str:
+    try:
+        held = read_held(directory)
+    except WorkDirError:
+        return "being taken"
+    if held is not None and snapshot in (None, held.id):
+        return f"held by process {held.pid} since {held.since}"
+    if at := store.read_kept(GIVEN_BACK_AT):
+        return f"given back at {at}, when every row was copied"
+    end = read_end_of(directory, snapshot)
+    return "" if end is None else str(end)
 
 
 def _status(written: _Written) -> str:

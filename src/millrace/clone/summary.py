@@ -6,6 +6,7 @@ directory, never from estimates.
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -53,6 +54,8 @@ class Summary:
     large_objects: int
     sequences: int
     foreign_keys: int
+    # Tables whose statistics came from the source; all others were analyzed.
+    statistics_carried: int
     steps: list[dict[str, object]]
     tables: list[TableSummary]
 
@@ -70,6 +73,7 @@ class Summary:
         snapshot: str,
         run_id: str,
         consistency: str,
+        statistics_carried: int,
     ) -> Summary:
         by_table: dict[int, list[CopiedPart]] = defaultdict(list)
         for part in copied.values():
@@ -109,9 +113,18 @@ class Summary:
             large_objects=sum(r.count for r in plan.catalog.large_object_ranges),
             sequences=len(plan.catalog.sequences),
             foreign_keys=len(plan.catalog.foreign_keys),
+            statistics_carried=statistics_carried,
             steps=[{"name": name, "seconds": spent} for name, spent in steps],
             tables=sorted(tables, key=lambda table: -table.bytes),
         )
+
+
+def read_summary(path: Path) -> Summary | None:
+    """What `write_summary` wrote; None where no run has ended."""
+    if not path.exists():
+        return None
+    found = json.loads(path.read_text())
+    return Summary(**found | {"tables": [TableSummary(**one) for one in found["tables"]]})
 
 
 def write_summary(path: Path, summary: Summary) -> None:

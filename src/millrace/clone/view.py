@@ -7,6 +7,7 @@ that nobody writes. A run that has read every row needs none any more: it sees w
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,14 +28,12 @@ log = logging.getLogger(__name__)
 # A table truncated between snapshot and lock makes the snapshot useless for it; take a new one.
 SNAPSHOT_ATTEMPTS = 5
 WAYS_OUT = (
-    "three ways out: (1) next time hold the snapshot in a process of its own, with `millrace "
-    "snapshot`, so that it survives; (2) start over with --restart; (3) if nobody has "
-    "written to the source since, continue with --resume --not-consistent"
+    "two ways out: start over with --restart; or, if nobody has written to the source since, "
+    "continue with --resume --not-consistent"
 )
 WAYS_OUT_OF_A_STREAM = (
     "rows read under another snapshot would not fit the stream of this directory: start over "
-    "with clone --follow --restart; and hold the snapshot in a process of its own, with `millrace "
-    "snapshot --follow`, so that it survives"
+    "with clone --follow --restart"
 )
 
 
@@ -47,10 +46,18 @@ class View:
     decision: Decision
 
 
-def open_view(settings: CloneSettings, snapshot_id: str | None, target_encoding: str) -> View:
-    """Under a snapshot in which every table is locked and none was rewritten since."""
+def open_view(
+    settings: CloneSettings,
+    snapshot_id: str | None,
+    target_encoding: str,
+    renew: Callable[[], str] | None = None,
+) -> View:
+    """Under a snapshot in which every table is locked and none was rewritten since. `renew`
+    makes another process hold a new one; without it, it is exported here."""
     given = snapshot_id
     for attempt in range(1, SNAPSHOT_ATTEMPTS + 1):
+        if given is None and renew is not None:
+            given = renew()
         snapshot = _open_snapshot(settings, given)
         try:
             log.info("using snapshot %s", snapshot.id)
@@ -61,7 +68,7 @@ def open_view(settings: CloneSettings, snapshot_id: str | None, target_encoding:
             if not catalog.rewritten:
                 return View(snapshot, catalog, decision)
             names = ", ".join(catalog.rewritten[:5])
-            is_fixed = given is not None and not settings.not_consistent
+            is_fixed = given is not None and renew is None and not settings.not_consistent
             if is_fixed or attempt == SNAPSHOT_ATTEMPTS:
                 raise SnapshotLost(
                     f"truncated or rewritten after the snapshot was taken: {names}",

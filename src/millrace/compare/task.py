@@ -24,9 +24,9 @@ from psycopg.pq.abc import PGconn, PGresult
 from millrace.config.dsn import Dsn
 from millrace.errors import ConnectionLost, MillraceError
 from millrace.postgres.catalog.compared import ComparedRelation
-from millrace.postgres.quote import columns, ident, qualified
+from millrace.postgres.quote import ident, qualified, selected
 from millrace.postgres.wire.libpq import drain, execute, open_session, result_error
-from millrace.relation import Table
+from millrace.relation import Column, Table
 from millrace.retry import with_retries
 from millrace.snapshot.export import snapshot_sql
 from millrace.split.plan import SampledRow, SplitSettings, plan_table_parts
@@ -167,6 +167,7 @@ def plan_compare(
                     condition=condition,
                     estimated_bytes=planned.estimated_bytes,
                     where=table.where or "",
+                    query=_computed_query(source[name], table),
                 )
             )
     # The rows of these may be in other partitions on the target: compare the whole.
@@ -183,11 +184,26 @@ def plan_compare(
 
 def _tree_query(root: ComparedRelation, tables: Sequence[Table]) -> str:
     """The rows of those partitions that are kept; their columns may have any order."""
-    listed = columns([name for name, _ in root.columns])
     return " UNION ALL ".join(
-        f"SELECT {listed} FROM ONLY {qualified(table.schema, table.name)}{_where(table.where)}"
+        f"{_selected(root, table)} FROM ONLY {qualified(table.schema, table.name)}"
+        f"{_where(table.where)}"
         for table in tables
         if table.load_via and table.load_via[1:] == (root.schema, root.name)
+    )
+
+
+def _computed_query(relation: ComparedRelation, table: Table) -> str:
+    """The rows of a table of which some columns are copied as something else; empty for others."""
+    if not any(column.expression for column in table.columns):
+        return ""
+    return f"{_selected(relation, table)}, ctid FROM ONLY {qualified(table.schema, table.name)}"
+
+
+def _selected(relation: ComparedRelation, table: Table) -> str:
+    """The relation's columns as they are copied from the table."""
+    copied = {column.name: column for column in table.columns}
+    return "SELECT " + selected(
+        copied.get(name, Column(name, type_name)) for name, type_name in relation.columns
     )
 
 

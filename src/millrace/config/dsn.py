@@ -47,6 +47,8 @@ class Dsn:
 
     parameters: dict[str, str]
     password: str = field(default="", repr=False)
+    # Settings of the server for each session, which are secrets, too.
+    settings: dict[str, str] = field(default_factory=dict, repr=False)
 
     @classmethod
     def parse(cls, text: str, *, what: str = "connection string") -> Dsn:
@@ -76,6 +78,9 @@ class Dsn:
         parameters = DEFAULTS | self.parameters | more
         if self.password:
             parameters["password"] = self.password
+        if self.settings:
+            given = [f"-c {name}={value}" for name, value in self.settings.items()]
+            parameters["options"] = " ".join([parameters.get("options", ""), *given]).strip()
         return make_conninfo("", **parameters)
 
     def public_conninfo(self) -> str:
@@ -102,7 +107,7 @@ class Dsn:
 
     def with_(self, **parameters: str) -> Dsn:
         """The same server with other parameters."""
-        return Dsn(self.parameters | parameters, self.password)
+        return Dsn(self.parameters | parameters, self.password, self.settings)
 
     def __str__(self) -> str:
         return self.identity()
@@ -111,7 +116,8 @@ class Dsn:
         return f"Dsn({self.identity()})"
 
     def __hash__(self) -> int:
-        return hash((tuple(sorted(self.parameters.items())), self.password))
+        settings = tuple(sorted(self.settings.items()))
+        return hash((tuple(sorted(self.parameters.items())), self.password, settings))
 
 
 # What belongs to the machine or the session that resolved it, not to the database.

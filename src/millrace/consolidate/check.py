@@ -6,7 +6,7 @@ the others'.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import psycopg
 from millrace.clone import preflight
 from millrace.clone.problem import Problem
 from millrace.clone.ready import is_finished
+from millrace.consolidate.column_check import check_hashes, check_left_out
 from millrace.consolidate.config import Consolidation, SourceConfig
 from millrace.consolidate.plan import SourcePlan, read_plan
 from millrace.consolidate.registry import source_directory
@@ -101,7 +102,9 @@ def _check_source(
     *,
     is_begun: bool,
 ) -> Iterator[Problem]:
-    settings = source_settings(source, consolidation, plan, directory, LogSettings())
+    settings = source_settings(
+        source, consolidation, plan, directory, LogSettings(), makes_key=False
+    )
     with (
         connect(settings.route.source, "check") as here,
         connect(settings.route.target, "check") as there,
@@ -109,6 +112,8 @@ def _check_source(
         yield from preflight.check(here, there, settings.clone(), continues=is_begun)
         yield from _check_slots(here)
         yield from _warn_of_left_out(here)
+        yield from check_hashes(here, settings.route.filters)
+        yield from check_left_out(here, settings.route.filters)
         try:
             require_plugin(here, source.plugin)
         except MillraceError as error:
@@ -177,12 +182,13 @@ def _shared_names(plans: dict[str, SourcePlan]) -> Iterator[SourceProblem]:
                 )
 
 
-def _check_target(consolidation: Consolidation, begun: object) -> Iterator[Problem]:
+def _check_target(consolidation: Consolidation, begun: Collection[str]) -> Iterator[Problem]:
     """Origins, roles, and triggers that must stay silent."""
     try:
         require_silence(consolidation.target)
         with connect(consolidation.target, "check") as target, translated("checking the target"):
-            yield from _check_origins(target, len(consolidation.sources))
+            new = [one for name, one in consolidation.sources.items() if name not in begun]
+            yield from _check_origins(target, sum(map(consolidation.workers_of, new)))
             for role in consolidation.readers:
                 if target.execute("SELECT FROM pg_roles WHERE rolname = %s", (role,)).rowcount < 1:
                     yield Problem(
@@ -194,7 +200,7 @@ def _check_target(consolidation: Consolidation, begun: object) -> Iterator[Probl
         yield Problem("target", error.message, error.hint or "see the message")
 
 
-def _check_origins(target: Connection, sources: int) -> Iterator[Problem]:
+def _check_origins(target: Connection, workers: int) -> Iterator[Problem]:
     setting = (
         "max_active_replication_origins"
         if target.info.server_version >= 180000
@@ -207,10 +213,10 @@ def _check_origins(target: Connection, sources: int) -> Iterator[Problem]:
     ).fetchone()
     assert row is not None
     most, used, uses_origins = row
-    if uses_origins and most < sources:
+    if uses_origins and most - used < workers:
         yield Problem(
             "target",
-            f"{setting} is {most} ({used} are in use), and each of {sources} sources needs an "
-            "origin",
-            f"ALTER SYSTEM SET {setting} = {max(2 * sources, 10)}, then restart the server",
+            f"{setting} is {most}, {used} are in use, and {workers} more origins are needed: one "
+            "for each source, or for each worker of a source that is applied by table",
+            f"ALTER SYSTEM SET {setting} = {2 * (used + workers)}, then restart the server",
         )

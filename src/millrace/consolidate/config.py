@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from millrace.config.dsn import Dsn
 from millrace.config.file import read_given
+from millrace.ddl.decide import why_not_replayed
 from millrace.errors import ConfigError, MillraceError
 from millrace.filter.rules import FilterRules, NamePart, Rule, read_filters
 from millrace.name import NAME_BYTES
@@ -44,6 +45,25 @@ class Indexes(StrEnum):
     ALL = "all"
 
 
+class Ddl(StrEnum):
+    """What becomes of a source's DDL."""
+
+    # It is captured by event triggers, and runs on the target at its place in the stream.
+    REPLAY = "replay"
+    # The source halts where a change does not fit any more.
+    HALT = "halt"
+
+
+class Order(StrEnum):
+    """In which order changes of a source are applied."""
+
+    # That of its transactions, none of which is torn: one worker.
+    COMMIT = "commit"
+    # That of each table: several workers have some tables each, and may be at different
+    # transactions.
+    BY_TABLE = "by-table"
+
+
 @dataclass(frozen=True)
 class SourceConfig:
     """One source: `[source.NAME]`."""
@@ -58,6 +78,8 @@ class SourceConfig:
     indexes: Indexes = Indexes.KEYS
     plugin: str = "pgoutput"
     slot: str = ""
+    order: Order = Order.COMMIT
+    ddl: Ddl = Ddl.REPLAY
 
     def target_schema(self, schema: str) -> str:
         """What a schema is called on the target; "" for one that is left out."""
@@ -79,7 +101,13 @@ class Consolidation:
     batch_seconds: int = 30
     # Roles that may read every consolidated table.
     readers: tuple[str, ...] = ()
+    # The file with the key of digests; None for one of the work directory's own.
+    hash_key: Path | None = None
     path: Path = field(default=Path("sources.toml"), compare=False)
+
+    def workers_of(self, source: SourceConfig) -> int:
+        """How many workers a source has that begins now, each with a position of its own."""
+        return self.apply_jobs if source.order is Order.BY_TABLE else 1
 
     def require(self, name: str) -> SourceConfig:
         """A source by its name."""
@@ -109,6 +137,7 @@ def parse_config(found: Mapping[str, Any], path: Path) -> Consolidation:
     apply_jobs = reader.take("apply_jobs", _number(1, MOST_APPLY_JOBS), 4)
     readers = reader.take("readers", _strings, ())
     batch_seconds = reader.take("batch_seconds", _number(1, MOST_BATCH_SECONDS), 30)
+    hash_key = reader.take("hash_key", lambda value: path.parent / _string(value))
     sources = {
         name: _source(name, reader.inner(f"source.{name}", table), path.parent)
         for name, table in reader.take("source", _tables, {}).items()
@@ -124,35 +153,49 @@ def parse_config(found: Mapping[str, Any], path: Path) -> Consolidation:
             hint="docs/reference/consolidate.md lists every key",
             problems=problems,
         )
-    return Consolidation(target, sources, apply_jobs, batch_seconds, readers, path)
+    return Consolidation(target, sources, apply_jobs, batch_seconds, readers, hash_key, path)
 
 
 def _source(name: str, reader: _Reader, folder: Path) -> SourceConfig:
     if not name or len(name.encode()) > NAME_BYTES:
         reader.problem(f"its name must have 1 to {NAME_BYTES} bytes")
     columns = reader.take("columns", _tables, {})
-    leave_out = [
+    of_columns = [
         rule
         for table, choice in columns.items()
-        for rule in _left_out_columns(table, reader.inner(f"columns.{table}", choice))
+        for rule in _column_rules(table, reader.inner(f"columns.{table}", choice))
     ]
-    ddl = reader.take("ddl", _string, "halt")
-    if ddl != "halt":
-        reader.problem(f"ddl = {ddl!r} is not known: only halt is")
+    plugin = reader.take("plugin", _string, "pgoutput")
+    order = reader.take("order", _choice(Order), Order.COMMIT)
     schemas = reader.take("schemas", _strings_by_name, {})
-    rules = reader.take("filters", _filters(folder), FilterRules())
+    given = reader.take("filters", _filters(folder), FilterRules())
+    rules = FilterRules((*given.rules, *of_columns), given.name or f"[source.{name}]")
     found = SourceConfig(
         name,
         reader.take("uri", _dsn("uri"), Dsn({}), required=True),
         schemas,
-        FilterRules((*rules.rules, *leave_out), rules.name),
+        rules,
         reader.take("views", _choice(Views), Views.KEEP),
         reader.take("indexes", _choice(Indexes), Indexes.KEYS),
-        reader.take("plugin", _string, "pgoutput"),
+        plugin,
         reader.take("slot", _slot, default_slot(name)),
+        order,
+        _ddl(reader, plugin, order, rules),
     )
     reader.finish()
     return found
+
+
+def _ddl(reader: _Reader, plugin: str, order: Order, rules: FilterRules) -> Ddl:
+    """Replayed where it can be, unless the file says otherwise."""
+    why_not = why_not_replayed(rules)
+    # Only pgoutput says where a table has which columns, and only one worker is at that place.
+    if plugin != "pgoutput" or order is not Order.COMMIT:
+        why_not = 'it needs plugin = "pgoutput" and order = "commit"'
+    found = reader.take("ddl", _choice(Ddl), Ddl.HALT if why_not else Ddl.REPLAY)
+    if found is Ddl.REPLAY and why_not:
+        reader.problem(f'ddl = "replay" can\'t be: {why_not}')
+    return Ddl(found)
 
 
 def default_slot(name: str) -> str:
@@ -161,16 +204,21 @@ def default_slot(name: str) -> str:
     return f"{_SLOT_PREFIX}{plain}"[:NAME_BYTES]
 
 
-def _left_out_columns(table: str, reader: _Reader) -> Iterable[Rule]:
+def _column_rules(table: str, reader: _Reader) -> Iterable[Rule]:
     schema, dot, name = table.partition(".")
-    names = reader.take("leave_out", _strings, ())
+    names = {
+        "exclude-column": reader.take("leave_out", _strings, ()),
+        "hash-column": reader.take("hash", _strings, ()),
+    }
     reader.finish()
     if not (dot and schema and name):
         reader.problem("a table is written as schema.name")
         return
-    for column in names:
-        parts = tuple(NamePart(one) for one in (schema, name, column))
-        yield Rule("exclude-column", parts)
+    for column in set(names["exclude-column"]) & set(names["hash-column"]):
+        reader.problem(f"column {column} is left out, and hashed")
+    for section, columns in names.items():
+        for column in columns:
+            yield Rule(section, tuple(NamePart(one) for one in (schema, name, column)))
 
 
 def _shared_slots(sources: Iterable[SourceConfig]) -> list[str]:

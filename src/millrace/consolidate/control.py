@@ -113,8 +113,12 @@ def wait(
     for name, source in consolidation.sources.items():
         if name in gone:
             continue
-        with connect(resolve(source.dsn), "consolidate") as connection:
-            ends[name] = read_end(connection)
+        try:
+            with connect(resolve(source.dsn), "consolidate") as connection:
+                ends[name] = read_end(connection)
+        except ServerError:
+            _require_well(directory, [name])
+            raise
     deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
     waiting = dict(ends)
     while waiting:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import psycopg
@@ -55,10 +55,13 @@ SELECT 'exclude-index', n.nspname, c.relname
 
 @dataclass(frozen=True)
 class SourcePlan:
-    """The names of a source's schemas on the target, and what is left out besides its filters."""
+    """The names of a source's schemas on the target, what is left out besides its filters, and
+    the number of its positions."""
 
     naming: Naming
     rules: tuple[Rule, ...] = field(default=())
+    # How many workers apply its changes: more than one divide its tables among them.
+    workers: int = 1
 
     def filters(self, source: SourceConfig) -> FilterRules:
         """All that is left out of a source."""
@@ -69,16 +72,23 @@ class SourcePlan:
             {
                 "naming": self.naming.as_json(),
                 "rules": [[rule.section, *(p.text for p in rule.parts)] for rule in self.rules],
+                "workers": self.workers,
             },
             ensure_ascii=False,
         )
 
     @classmethod
-    def of_copy(cls, setup: dict[str, Any], source: SourceConfig) -> SourcePlan:
+    def of_copy(cls, setup: dict[str, Any], source: SourceConfig, workers: int) -> SourcePlan:
         """The plan that a copy was made by, as its work directory has it."""
         pinned = FilterRules.from_json(setup["filters"])
-        own = tuple(rule for rule in pinned.rules if rule not in source.filters.rules)
-        return cls(Naming.from_json(setup["rename_schema"]), own)
+        # A rule with the name of a key is the file's, without it.
+        plain = {replace(rule, predicate="") for rule in source.filters.of("hash-column")}
+        own = tuple(
+            rule
+            for rule in pinned.rules
+            if rule not in source.filters.rules and replace(rule, predicate="") not in plain
+        )
+        return cls(Naming.from_json(setup["rename_schema"]), own, workers)
 
     @classmethod
     def from_json(cls, text: str) -> SourcePlan:
@@ -86,10 +96,11 @@ class SourcePlan:
         return cls(
             Naming.from_json(value["naming"]),
             tuple(_rule(section, *parts) for section, *parts in value["rules"]),
+            value.get("workers", 1),
         )
 
 
-def read_plan(connection: Connection, source: SourceConfig) -> SourcePlan:
+def read_plan(connection: Connection, source: SourceConfig, workers: int = 1) -> SourcePlan:
     """Decide, from what the source has now."""
     with translated(f"reading the catalog of source {source.name}"):
         schemas = sorted(read_schemas(connection).values())
@@ -102,7 +113,8 @@ def read_plan(connection: Connection, source: SourceConfig) -> SourcePlan:
             rules += [_rule(*row) for row in connection.execute(_PLAIN_INDEXES)]
     out = {rule.parts[0].text for rule in rules if rule.section == "exclude-schema"}
     kept = [one for one in rules if len(one.parts) == 1 or one.parts[0].text not in out]
-    return SourcePlan(plan_naming(source, [one for one in schemas if one not in out]), tuple(kept))
+    naming = plan_naming(source, [one for one in schemas if one not in out])
+    return SourcePlan(naming, tuple(kept), workers)
 
 
 def plan_naming(source: SourceConfig, schemas: list[str]) -> Naming:

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from millrace.consolidate.config import Consolidation
+from millrace.consolidate.config import Consolidation, Ddl
 from millrace.consolidate.plan import read_plan
 from millrace.consolidate.status import read_records
+from millrace.ddl.capture import LeftOut
 from millrace.follow.setup import published
 from millrace.follow.slot import prepare_source
 from millrace.postgres.wire.connect import connect, resolve
@@ -26,7 +27,9 @@ def prepare_sources(consolidation: Consolidation, directory: Path) -> Iterator[t
         dsn = resolve(source.dsn)
         with connect(dsn, "prepare") as connection:
             plan = read_plan(connection, source)
-        wanted = published(dsn, plan.filters(source))
-        for warning in prepare_source(dsn, source.slot, source.plugin, wanted):
+        rules = plan.filters(source)
+        capture = LeftOut.of(rules) if source.ddl is Ddl.REPLAY else None
+        wanted = published(dsn, rules)
+        for warning in prepare_source(dsn, source.slot, source.plugin, wanted, capture=capture):
             yield name, f"warning: {warning}"
         yield name, "is prepared"

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote
@@ -241,11 +242,17 @@ class Registry:
             raise disk_error(self._path, error, needed_bytes=_BYTES, then=AGAIN) from error
 
 
+@lru_cache(maxsize=1024)
+def _plan_of(text: str) -> SourcePlan:
+    """It is asked for many times a second, and never changes."""
+    return SourcePlan.from_json(text) if text else SourcePlan(Naming())
+
+
 def _record(row: sqlite3.Row) -> SourceRecord:
     return SourceRecord(
         row["name"],
         row["source"],
-        SourcePlan.from_json(row["plan"]) if row["plan"] else SourcePlan(Naming()),
+        _plan_of(row["plan"]),
         SourceState(row["state"]),
         row["since"],
         row["error"],

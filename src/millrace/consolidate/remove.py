@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import shutil
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from millrace.clone.directory import read_setup
@@ -16,11 +17,13 @@ from millrace.clone.ready import owns_target
 from millrace.config.dsn import Dsn
 from millrace.consolidate.registry import Registry, source_directory
 from millrace.consolidate.settings import SourceSettings
+from millrace.ddl.renaming import read_target_schemas
 from millrace.errors import PreflightError, WorkDirError
 from millrace.follow.bound_copy import read_stream
 from millrace.follow.slot import cleanup
 from millrace.follow.slot_making import read_record
 from millrace.name import Naming
+from millrace.postgres.origin import stream_prefix
 from millrace.postgres.quote import ident
 from millrace.postgres.run_record import drop_records
 from millrace.postgres.wire.connect import cancel_sessions, connect, resolve, translated
@@ -103,8 +106,9 @@ def remove_source(
             require_no_dependents(name, target, naming)
         registry.set_removed(name)
         _wait_until_released(registry, directory, name)
+        came = _read_later_schemas(target, source_directory(directory, name))
         removed = _remove_stream(source, target, source_directory(directory, name), naming)
-        removed += _drop_schemas(target, source_directory(directory, name), naming)
+        removed += _drop_schemas(target, source_directory(directory, name), naming, came)
         shutil.rmtree(source_directory(directory, name), ignore_errors=True)
         registry.bury(name)
     return removed
@@ -154,11 +158,22 @@ def _remove_stream(source: Dsn | None, target: Dsn, directory: Path, naming: Nam
         return cleanup(here, there, slot, identity, naming)
 
 
-def _drop_schemas(target: Dsn, directory: Path, naming: Naming) -> list[str]:
+def _read_later_schemas(target: Dsn, directory: Path) -> list[str]:
+    """Schemas that came with the source's DDL."""
+    setup = read_stream(directory)
+    if setup is None:
+        return []
+    with connect(target, "consolidate") as connection:
+        return read_target_schemas(connection, stream_prefix(setup.source, setup.slot_name))
+
+
+def _drop_schemas(
+    target: Dsn, directory: Path, naming: Naming, later: Sequence[str] = ()
+) -> list[str]:
     removed = []
     setup = read_setup(directory)
     with connect(target, "consolidate") as connection:
-        for schema in _schemas(naming):
+        for schema in dict.fromkeys((*_schemas(naming), *later)):
             with translated(f"dropping schema {schema}"):
                 query = "SELECT FROM pg_namespace WHERE nspname = %s"
                 if connection.execute(query, (schema,)).fetchone() is None:

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from millrace.clone.directory import pinned, read_setup
-from millrace.consolidate.config import SourceConfig, read_config
+from millrace.consolidate.config import Order, SourceConfig, read_config
 from millrace.consolidate.foreign_key_index import ForeignKeyIndexes
 from millrace.consolidate.plan import SourcePlan, read_plan
 from millrace.consolidate.readers import grant_to_readers
@@ -41,6 +41,7 @@ from millrace.log import LogSettings
 from millrace.name import Naming
 from millrace.postgres.wire.connect import connect, resolve
 from millrace.workdir.lock import open_lock
+from millrace.workdir.sentinel import Sentinel
 
 log = logging.getLogger(__name__)
 
@@ -219,10 +220,12 @@ class Consolidator:
         copy = read_setup(source_directory(self._directory, source.name))
         if copy is not None and copy["finished_at"]:
             # The registry was lost, and what was decided is in the copy.
-            plan = SourcePlan.of_copy(copy, source)
+            with Sentinel(source_directory(self._directory, source.name)) as sentinel:
+                plan = SourcePlan.of_copy(copy, source, sentinel.read().apply_jobs or 1)
         else:
             with connect(resolved, "consolidate") as connection:
-                plan = read_plan(connection, source)
+                workers = self._consolidation.workers_of(source)
+                plan = read_plan(connection, source, workers)
         with self._planning:
             require_own_names(source.name, plan.naming, registry.read())
             registry.write_plan(source.name, resolved.identity(), plan)
@@ -260,6 +263,12 @@ def require_same(source: SourceConfig, record: SourceRecord) -> None:
             f"source {source.name} was begun from {before}, and the file now says {now}",
             hint="write it as before; or remove the source and add it again, which copies it",
         )
+    if (record.plan.workers > 1) is not (source.order is Order.BY_TABLE):
+        raise WorkDirError(
+            f"source {source.name} was begun with {record.plan.workers} workers, and the file now "
+            f'says order = "{source.order}"',
+            hint="write it as before; or remove the source and add it again, which copies it",
+        )
     for schema, new in record.plan.naming.schemas.items():
         if source.target_schema(schema) != new:
             raise WorkDirError(
@@ -276,7 +285,7 @@ def require_pins(settings: SourceSettings) -> None:
     if copy is None or not copy["finished_at"]:
         return
     now = pinned(settings.clone())
-    for field, what in (("filters", "filters or columns"), ("rename_schema", "schemas")):
+    for field, what in (("filters", "filters, columns or hash key"), ("rename_schema", "schemas")):
         if now[field] != copy[field]:
             raise WorkDirError(
                 f"source {settings.name} was copied with other {what} than the file now has",

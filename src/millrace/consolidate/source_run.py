@@ -52,9 +52,9 @@ from millrace.workdir.stream_state import StreamState
 log = logging.getLogger(__name__)
 
 # How often a source is looked after.
-POLL_SECONDS = 0.2
+POLL_SECONDS = 1.0
 # How often its progress is written down.
-NOTE_SECONDS = 1.0
+NOTE_SECONDS = 2.0
 # Pauses after an error that may go away.
 FIRST_PAUSE_SECONDS = 1.0
 MOST_PAUSE_SECONDS = 60.0
@@ -95,6 +95,8 @@ class SourceRun(SourceThread):
         self._on_copied = on_copied
         self._on_lost = on_lost
         self._noted_at = 0.0
+        # As it was written down last, and not changed since by anything but that.
+        self._noted_state: SourceState | None = None
 
     def _run(self) -> None:
         pause = FIRST_PAUSE_SECONDS
@@ -199,6 +201,9 @@ class SourceRun(SourceThread):
                 cause = halted.cause
             while cause is not None and not self._is_over():
                 cause = self._halt(settings, cause)
+            # What was made by hand meanwhile is for the readers, too.
+            if not self._is_over():
+                self._on_copied(settings)
             suspect = ""
 
     def _wait_while_paused(self) -> None:
@@ -250,6 +255,7 @@ class SourceRun(SourceThread):
     def _follow(self, settings: SourceSettings, *, one_by_one: bool) -> None:
         """Apply until told to stop, or until a change can't be applied; one by one, until there is
         nothing left."""
+        self._noted_state = None
         with Sentinel(settings.directory) as sentinel:
             sentinel.set_apply(not self._record().is_paused)
             stream = self._open_stream(settings, one_by_one=one_by_one)
@@ -257,9 +263,13 @@ class SourceRun(SourceThread):
                 # What is asked from now on counts if this attempt fails.
                 self._take_retry()
                 state = stream.open()
-                while state.is_running and not self._is_over():
-                    paused = self._record().is_paused
-                    sentinel.set_apply(not paused)
+                while state.is_running:
+                    record = self._find_wanted()
+                    if record is None:
+                        break
+                    paused = record.is_paused
+                    if sentinel.read().apply is paused:
+                        sentinel.set_apply(not paused)
                     self._note(stream, SourceState.PAUSED if paused else SourceState.FOLLOWING)
                     state = stream.step(POLL_SECONDS)
                     if one_by_one and state is StreamState.FOLLOWING:
@@ -311,11 +321,12 @@ class SourceRun(SourceThread):
     def _note(self, stream: Stream, state: SourceState | None) -> None:
         """Write down how it is doing; None leaves the state as it is."""
         self._on_progress(stream.progress)
+        if state is not None and state is not self._noted_state:
+            self._registry.enter(self.name, state)
+        self._noted_state = state
         if time.monotonic() - self._noted_at < NOTE_SECONDS:
             return
         self._noted_at = time.monotonic()
-        if state is not None:
-            self._registry.enter(self.name, state)
         self._registry.note_progress(self.name, describe_progress(stream.progress))
 
 

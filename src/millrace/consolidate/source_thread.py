@@ -52,10 +52,14 @@ class SourceThread(ABC):
         """Until `_is_over`."""
 
     def _is_over(self) -> bool:
+        return self._find_wanted() is None
+
+    def _find_wanted(self) -> SourceRecord | None:
+        """The source, as others have left it; None if it is over."""
         if self._stopping.is_set():
-            return True
+            return None
         record = self._registry.find(self.name)
-        return record is None or record.is_removed
+        return None if record is None or record.is_removed else record
 
     def _record(self) -> SourceRecord:
         return self._registry.require(self.name)

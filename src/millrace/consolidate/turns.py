@@ -14,7 +14,7 @@ from contextlib import contextmanager, nullcontext
 from typing import TypeVar, cast
 
 from millrace.apply.task import apply_spool
-from millrace.engine import Engine
+from millrace.engine import Engine, EngineView
 
 A = TypeVar("A")
 R = TypeVar("R")
@@ -50,31 +50,17 @@ class Turns:
                     self._free += 1
 
 
-class SharedEngine:
+class SharedEngine(EngineView[Engine]):
     """An engine whose tasks of apply take turns with those of all other streams."""
 
     def __init__(self, engine: Engine, turns: Turns) -> None:
-        self._engine = engine
+        super().__init__(engine)
         self._turns = turns
-        self.is_local = engine.is_local
-
-    @property
-    def start_seconds(self) -> float:
-        return self._engine.start_seconds
-
-    def start(self) -> None:
-        self._engine.start()
-
-    def wait(self) -> float:
-        return self._engine.wait()
 
     def call(self, body: Callable[[A, int], R], argument: A, description: str) -> R:
         is_apply = body is cast(object, apply_spool)
         with self._turns.taken() if is_apply else nullcontext():
-            return self._engine.call(body, argument, description)
-
-    def cancel(self) -> None:
-        self._engine.cancel()
+            return super().call(body, argument, description)
 
     def group(self, name: str) -> SharedEngine:
-        return SharedEngine(self._engine.group(name), self._turns)
+        return SharedEngine(super().group(name), self._turns)

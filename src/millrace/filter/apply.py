@@ -32,6 +32,7 @@ from millrace.filter.rules import FilterRules
 from millrace.postgres.catalog import depend
 from millrace.postgres.catalog import relations as catalog_queries
 from millrace.postgres.catalog.depend import EntryDepends
+from millrace.postgres.digest import digest_sql
 from millrace.postgres.program.dump import Entry
 from millrace.postgres.quote import qualified
 from millrace.postgres.wire.connect import translated
@@ -196,7 +197,26 @@ def _filter_table(table: Table, decision: Decision, rules: FilterRules) -> Table
         changes = {"where": decision.predicates[table.oid]}
     if table.oid in decision.columns:
         changes["columns"] = _filter_columns(table, decision.columns[table.oid], rules)
+    if table.oid in decision.hashed:
+        kept = changes.get("columns", table.columns)
+        changes["columns"] = hash_columns(table.label, kept, decision.hashed[table.oid])
     return replace(table, **changes) if changes else table
+
+
+def hash_columns(
+    label: str, columns: Iterable[Column], hashed: frozenset[str]
+) -> tuple[Column, ...]:
+    """The columns, with digests in the place of some."""
+    found = tuple(
+        replace(one, expression=digest_sql(one.name, one.type_name)) if one.name in hashed else one
+        for one in columns
+    )
+    if missing := hashed - {one.name for one in found}:
+        raise ConfigError(
+            f"table {label} has no column {min(missing)} to hash",
+            hint="generated columns are never copied, and one that is left out can't be hashed",
+        )
+    return found
 
 
 def _filter_columns(

@@ -82,6 +82,8 @@ class Decision:
     # By the table's OID.
     predicates: Mapping[int, str] = field(default_factory=dict)
     columns: Mapping[int, frozenset[str]] = field(default_factory=dict)
+    # Columns that are copied as digests.
+    hashed: Mapping[int, frozenset[str]] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     # Kinds of objects of which all are left out: some have no OID.
     kinds_excluded: frozenset[str] = frozenset()
@@ -160,7 +162,8 @@ class _Decider:
                 if key in self.objects
             },
             predicates=self._predicates(),
-            columns=self._columns(),
+            columns=self._columns("exclude-column"),
+            hashed=self._columns("hash-column"),
             warnings=tuple(self.warnings),
         )
 
@@ -440,9 +443,9 @@ class _Decider:
             for oid, each in predicates.items()
         }
 
-    def _columns(self) -> dict[int, frozenset[str]]:
+    def _columns(self, section: str) -> dict[int, frozenset[str]]:
         columns: dict[int, set[str]] = defaultdict(set)
-        for rule in self.rules.of("exclude-column"):
+        for rule in self.rules.of(section):
             for oid in self._copied_tables(rule):
                 columns[oid].add(rule.parts[2].text)
         return {oid: frozenset(names) for oid, names in columns.items()}

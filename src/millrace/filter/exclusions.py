@@ -1,4 +1,4 @@
-"""What filters leave out of a stream of changes, by name.
+"""What filters leave out of a stream of changes, or hide, by name.
 
 Invariant: it names what is left out, never what is kept, so that nothing is lost when in doubt.
 """
@@ -18,3 +18,5 @@ class Exclusions:
     # Conditions that rows must meet to be on the target.
     where: Mapping[tuple[str, str], str] = field(default_factory=dict)
     sequences: frozenset[tuple[str, str]] = frozenset()
+    # Columns that arrive as digests.
+    hashed: Mapping[tuple[str, str], frozenset[str]] = field(default_factory=dict)

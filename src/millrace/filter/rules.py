@@ -4,11 +4,11 @@ Invariant: whatever comments, order and spelling a file has, the same entries gi
 rules; what is not understood is refused with its line.
 
 Facts: pgcopydb's manual, "Filtering", and its ini.h: an entry is a line, comments are lines
-that begin with `;`. Unquoted names fold as in SplitIdentifierString() (varlena.c): anything
-but a dot, a quote or a blank belongs to the name, and A-Z become lower case. Where pgcopydb
-passes over what it does not understand (unknown or repeated sections, entries before the
-first one), this module refuses; its last line needs no newline, and an entry is never lost to
-the order of sections.
+that begin with `;`; here `#` begins one, too (a name that does must be quoted). Unquoted names
+fold as in SplitIdentifierString() (varlena.c): anything but a dot, a quote or a blank belongs to
+the name, and A-Z become lower case. Where pgcopydb passes over what it does not understand
+(unknown or repeated sections, entries before the first one), this module refuses; its last line
+needs no newline, and an entry is never lost to the order of sections.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ SECTIONS = {
     "exclude-kind": 1,
     "table-where": 2,
     "exclude-column": 3,
+    "hash-column": 3,
 }
+# Not for files: digests have a key, which only a consolidation has.
+_NOT_IN_FILES = frozenset(("hash-column",))
 _ONE_OF = (
     ("include-only-schema", "exclude-schema"),
     ("include-only-table", "exclude-table"),
@@ -79,7 +82,7 @@ class Rule:
 
     section: str
     parts: tuple[NamePart, ...]
-    # What a row must satisfy; only in [table-where].
+    # What a row must satisfy, in [table-where]; which key, in [hash-column].
     predicate: str = ""
     # Its line in the file, for messages only.
     line: int = field(default=0, compare=False)
@@ -167,7 +170,7 @@ def parse_filters(text: str, *, name: str) -> FilterRules:
     rules: dict[Rule, Rule] = {}
     for number, raw in enumerate(text.split("\n"), 1):
         line = raw.strip()
-        if not line or line.startswith(";"):
+        if not line or line.startswith((";", "#")):
             continue
         if line.startswith("["):
             section = _parse_section(line, opened, name, number)
@@ -196,17 +199,19 @@ def parse_names(text: str) -> tuple[str, ...]:
 
 def rule_error(name: str, line: int, message: str, hint: str) -> ConfigError:
     """A mistake in a line of the file."""
-    return ConfigError(f"{name}, line {line}: {message}", hint=hint, file=name, line=line)
+    where = f"{name}, line {line}" if line else name
+    return ConfigError(f"{where}: {message}", hint=hint, file=name, line=line)
 
 
 def _parse_section(line: str, opened: dict[str, int], name: str, number: int) -> str:
     match = re.fullmatch(r"\[([^\]]*)\]", line)
-    if not match or match[1] not in SECTIONS:
+    known = [section for section in SECTIONS if section not in _NOT_IN_FILES]
+    if not match or match[1] not in known:
         raise rule_error(
             name,
             number,
             f"there is no section {line}",
-            f"the sections are {', '.join(f'[{known}]' for known in SECTIONS)}",
+            f"the sections are {', '.join(f'[{one}]' for one in known)}",
         )
     section = match[1]
     if section in opened:

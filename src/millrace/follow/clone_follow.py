@@ -32,9 +32,12 @@ from millrace.follow.bound_copy import (
 from millrace.follow.progress import FollowReporter, FollowResult
 from millrace.follow.settings import FollowSettings, SlotSettings
 from millrace.follow.setup import forget_stream, open_slot_snapshot
+from millrace.follow.slot_holding import open_kept_slot_snapshot
 from millrace.follow.stream import Stream, follow, run_to_end
 from millrace.postgres.wire.connect import resolve
-from millrace.snapshot.holder import read_held
+from millrace.snapshot.ended import read_end_of
+from millrace.snapshot.holder import read_held, stop_held
+from millrace.workdir.lock import require_idle
 
 log = logging.getLogger(__name__)
 
@@ -47,9 +50,11 @@ def clone_and_follow(
     reporter: FollowReporter,
     *,
     on_cloned: Callable[[CloneResult], None],
+    stop: threading.Event | None = None,
 ) -> FollowResult:
     """Clone under the slot's snapshot while changes are received, then apply them, up to the end
-    position that was asked for, or the one that the sentinel has."""
+    position that was asked for, or the one that the sentinel has, or until another thread sets
+    `stop`."""
     _refuse_other_snapshots(clone_settings)
     asked = clone_settings.route
     # What a copy is pinned to, its stream goes by: under the same names.
@@ -61,7 +66,7 @@ def clone_and_follow(
         return follow(follow_settings, engine, reporter)
     stream = Stream(follow_settings, engine)
     on_cloned(clone_for(stream, clone_settings, slot, engine, reporter))
-    return run_to_end(stream, reporter)
+    return run_to_end(stream, reporter, stop)
 
 
 def clone_for(
@@ -86,8 +91,8 @@ def prepare_clone(settings: CloneSettings, slot: SlotSettings) -> SlotSettings:
     if read_held(directory) is None and not _is_resumed(settings):
         require_ready(settings)
     if settings.restart:
-        _refuse_held(directory)
         slot = or_default(slot, read_slot_settings(directory))
+        _end_held(directory)
         forget_stream(settings.route)
     return slot
 
@@ -119,10 +124,14 @@ def _beginning(settings: CloneSettings, slot: SlotSettings) -> AbstractContextMa
     directory = settings.directory
     run = read_setup(directory) if settings.resume else None
     if run is None or not run["snapshot"] or read_held(directory) is not None:
+        if settings.snapshot_keep_seconds is not None:
+            return open_kept_slot_snapshot(settings, slot, settings.snapshot_keep_seconds)
         return open_slot_snapshot(settings.route, slot, is_copied=partial(_is_copied, settings))
     if read_stream(directory) is None:
+        end = read_end_of(directory, run["snapshot"])
         raise SnapshotLost(
-            f"the slot of the copy in {directory} is gone: it was dropped when the copy failed",
+            f"the slot of the copy in {directory} is gone: "
+            f"{end or 'it was dropped when the copy failed'}",
             hint=WAYS_OUT_OF_A_STREAM,
         )
     if not has_every_row(settings):
@@ -141,9 +150,13 @@ def _is_copied(settings: CloneSettings) -> bool:
         return False
 
 
-def _refuse_held(directory: Path) -> None:
+def _end_held(directory: Path) -> None:
+    """End the snapshot of the run that starts over; one that is held by hand is its holder's."""
     held = read_held(directory)
-    if held is not None and held.slot is not None:
+    if held is not None and held.is_of_run:
+        require_idle(directory)
+        stop_held(directory)
+    elif held is not None and held.slot is not None:
         raise WorkDirError(
             f"the snapshot held for {directory} came with slot {held.slot}, which --restart would "
             "drop",

@@ -1,8 +1,9 @@
 """The end of a migration: everything applied, sequences set, both sides compared, views filled.
 
 Invariant: it succeeds only if every table is equal after the last change was applied, but for those
-that the user has named; a difference
-is an error, nothing is reported as done, and the stream can continue.
+that the user has named, and nothing was written after that; a difference
+is an error, nothing is reported as done, the stream can continue, and a source that was paused is
+given back.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import logging
 import time
 from contextlib import closing
 from dataclasses import dataclass, replace
+from typing import Final
 
 from millrace.compare.run import CompareSettings, compare_data
 from millrace.compare.task import TableComparison
@@ -19,8 +21,10 @@ from millrace.errors import ServerError, WorkDirError
 from millrace.follow.audit.ending import finish, take_back_endpos
 from millrace.follow.audit.finding import LARGE_OBJECTS, Finding, acquit
 from millrace.follow.audit.large_objects import compare_accused
+from millrace.follow.late_writer import require_silence_since
+from millrace.follow.pause import PauseSettings, paused
 from millrace.follow.progress import FollowReporter
-from millrace.follow.settings import FollowSettings
+from millrace.follow.settings import CompareMode, FollowSettings
 from millrace.follow.stream import follow, require_setup
 from millrace.follow.table_sync.resync import wait_for_syncs
 from millrace.lsn import render_lsn
@@ -36,6 +40,7 @@ from millrace.workdir.sync_request import read_requests
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.2
+NO_PAUSE: Final = PauseSettings()
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,11 @@ class CutoverResult:
     views: int
     compared: list[TableComparison]
     seconds: float
+    # From the moment that writers were kept off, or were said to be, until both sides were known to
+    # be equal and sequences were set.
+    pause_seconds: float = 0.0
+    # Whether rows were compared at all.
+    is_compared: bool = True
     # What the audit found and the comparison did not acquit.
     unfollowed: tuple[Finding, ...] = ()
     # Tables that may differ.
@@ -79,9 +89,31 @@ def cutover(
     compare: CompareSettings,
     engine: Engine,
     reporter: FollowReporter,
+    pause: PauseSettings = NO_PAUSE,
+    mode: CompareMode = CompareMode.FULL,
 ) -> CutoverResult:
-    """Bring the target to the source's current position, and prove it."""
+    """Bring the target to the source's current position, and prove it; a source that was paused
+    for it is given back unless that succeeds."""
     began = time.monotonic()
+    with paused(pause, settings.source, settings.directory) as held:
+        result = _bring_to_end(settings, compare, engine, reporter, mode)
+        result = replace(result, pause_seconds=time.monotonic() - held.since)
+        if result.is_good:
+            held.keep()
+    views = 0
+    if result.is_good:
+        with connect(settings.target, "cutover") as to, translated("refreshing views"):
+            views = refresh_views(to)
+    return replace(result, views=views, seconds=time.monotonic() - began)
+
+
+def _bring_to_end(
+    settings: FollowSettings,
+    compare: CompareSettings,
+    engine: Engine,
+    reporter: FollowReporter,
+    mode: CompareMode,
+) -> CutoverResult:
     directory = settings.directory
     with Sentinel(directory) as sentinel:
         setup = require_setup(sentinel, directory)
@@ -99,22 +131,26 @@ def cutover(
                     follow(own, engine, reporter, is_compared=True)
                 _check_applied(sentinel, spool, endpos)
             ending = finish(settings, setup, sentinel, endpos, waits=False)
-            compared = compare_data(compare, engine)
+            compared = [] if mode is CompareMode.NONE else compare_data(compare, engine)
+            require_silence_since(settings.source, setup, endpos)
             findings = compare_accused(ending.findings, settings.source, settings.target)
         except BaseException:
             take_back_endpos(sentinel, endpos, before)
             raise
         findings = acquit(findings, {one.label for one in compared if one.is_equal})
         result = CutoverResult(
-            endpos, ending.sequences, 0, compared, 0.0, findings, settings.accepted
+            endpos,
+            ending.sequences,
+            0,
+            compared,
+            0.0,
+            unfollowed=findings,
+            accepted=settings.accepted,
+            is_compared=mode is not CompareMode.NONE,
         )
         if not result.is_good:
             take_back_endpos(sentinel, endpos, before)
-    views = 0
-    if result.is_good:
-        with connect(settings.target, "cutover") as to, translated("refreshing views"):
-            views = refresh_views(to)
-    return replace(result, views=views, seconds=time.monotonic() - began)
+    return result
 
 
 def _finish_syncs(settings: FollowSettings, engine: Engine, sentinel: Sentinel) -> None:

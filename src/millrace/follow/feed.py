@@ -11,11 +11,19 @@ from dataclasses import replace
 from enum import Enum, auto
 from typing import Protocol
 
-from millrace.errors import MillraceError
+from millrace.clone.directory import read_setup
+from millrace.errors import MillraceError, WorkDirError
+from millrace.filter.rules import FilterRules
 from millrace.follow.background import in_background
 from millrace.follow.settings import FollowSettings
 from millrace.postgres.wire.slot_batch import sizes_from
-from millrace.receive.loop import ReceiveResult, ReceiveSettings
+from millrace.receive.loop import (
+    CONTROL_SECONDS,
+    MANY_CONTROL_SECONDS,
+    ReceiveResult,
+    ReceiveSettings,
+)
+from millrace.receive.mask import Mask
 from millrace.receive.process import Receiver
 from millrace.spool.place import place_of
 from millrace.workdir.sentinel import Sentinel, StreamSetup
@@ -66,6 +74,7 @@ class OtherProcess:
 
 
 def receive_settings(settings: FollowSettings, setup: StreamSetup) -> ReceiveSettings:
+    _require_hashes(settings)
     return ReceiveSettings(
         settings.source,
         setup.slot_name,
@@ -75,13 +84,36 @@ def receive_settings(settings: FollowSettings, setup: StreamSetup) -> ReceiveSet
         max_slot_lag_bytes=settings.max_slot_lag_bytes,
         batches=sizes_from(settings.batches_from_bytes),
         binary=settings.binary,
+        ddl=settings.ddl is not None,
+        control_seconds=MANY_CONTROL_SECONDS if settings.is_one_of_many else CONTROL_SECONDS,
+        left_out=settings.left.tables,
+        mask=Mask(settings.left.columns, settings.left.hashed),
     )
+
+
+def _require_hashes(settings: FollowSettings) -> None:
+    """Raise if the copy has digests in the place of values that would now be received as they
+    are."""
+    copy = read_setup(settings.directory)
+    if copy is None or settings.left.hashed:
+        return
+    if FilterRules.from_json(copy["filters"]).of("hash-column"):
+        raise WorkDirError(
+            f"columns of the copy in {settings.directory} are hashed, and only `millrace "
+            "consolidate` can receive them so",
+            hint="use the commands of `millrace consolidate`",
+        )
 
 
 def open_receiver(settings: FollowSettings, setup: StreamSetup, stream: str = "") -> Receiver:
     """The receiver of a stream, not started yet; it logs in the stream's name."""
     place = place_of(setup, settings.directory, settings.target)
-    return Receiver(receive_settings(settings, setup), place, replace(settings.log, stream=stream))
+    return Receiver(
+        receive_settings(settings, setup),
+        place,
+        replace(settings.log, stream=stream),
+        is_one_of_many=settings.is_one_of_many,
+    )
 
 
 def watched(receiver: Receiver) -> AbstractContextManager[None]:

@@ -4,6 +4,9 @@ Invariant: whatever is found is either copied again by table sync, which follows
 stops the stream with its name. Nothing is taken up by changing the publications alone: what they
 did not have before that is lost.
 
+A stream that demands the same tables on both sides stops, too, if one is dropped that the target
+has.
+
 What is looked for are tables that were created since the stream began, tables that were dropped and
 created again, new inheritance children, tables that were attached as partitions, partitions whose
 updates are not published, and tables that got a replica identity. A table that has lost its
@@ -22,7 +25,7 @@ import psycopg
 from millrace.errors import ApplyError, ConfigError, MillraceError
 from millrace.follow.audit.attached import WHY_COPIED, note_partitions
 from millrace.follow.background import in_background
-from millrace.follow.membership import write_beginning
+from millrace.follow.membership import as_followed, write_beginning
 from millrace.follow.new_leaf import WHY_COPIED as WHY_NEW_LEAF
 from millrace.follow.new_leaf import publish_untouched
 from millrace.follow.publication import Publications, demote, read_publications, withdraw
@@ -30,9 +33,18 @@ from millrace.follow.published_table import PublishedTable, read_published_table
 from millrace.follow.settings import FollowSettings
 from millrace.follow.setup import published, read_left
 from millrace.follow.table_sync.source import current_lsn
+from millrace.name import QualifiedName
+from millrace.postgres.quote import qualified
 from millrace.postgres.wire.connect import connect, translated
-from millrace.workdir.followed_table import FollowedTable, lose_wholeness, read_followed
+from millrace.room import AGAIN
+from millrace.workdir.followed_table import (
+    FollowedTable,
+    lose_wholeness,
+    read_followed,
+    write_followed,
+)
 from millrace.workdir.sentinel import Sentinel, StreamSetup
+from millrace.workdir.stream_state import StreamState
 from millrace.workdir.sync_request import RequestState, read_requests, request_sync
 
 log = logging.getLogger(__name__)
@@ -43,6 +55,8 @@ Name = tuple[str, str]
 # How often is looked; a table that the target lacks stops the stream when it is seen twice, since
 # many live for seconds only.
 LOOK_SECONDS = 20.0
+# The same, where there are many streams: it takes some queries, and time of both sides.
+MANY_LOOK_SECONDS = 60.0
 # Somebody has locked a table, or has dropped it since it was read.
 _TRY_AGAIN: Final = frozenset({"55P03", "42P01"})
 
@@ -57,6 +71,8 @@ class Lookout:
         # OIDs of tables that the target had no table for.
         self._lacking: set[int] = set()
         self._excluded: set[PublishedTable] = set()
+        # Tables that the source has dropped, and where it was when that was seen first.
+        self._dropped: dict[Name, int] = {}
 
     def look(self) -> list[Name]:
         """Request a copy of what is not followed as it could be; the names of these tables."""
@@ -67,13 +83,37 @@ class Lookout:
             self._withdraw_lost(source, found)
             known = read_followed(self._sentinel)
             publications = self._publications(source)
+            if self._settings.ddl is not None:
+                self._note_new(publications, found, known)
+                return self._request(_gained(found, known))
             whys = [
                 (table, _why_copied(table, known) or self._note(source, publications, table, known))
                 for table in found
             ]
+        self._require_kept(found, known)
+        return self._request([(table, why) for table, why in whys if why])
+
+    def _note_new(
+        self,
+        publications: Publications,
+        tables: Collection[PublishedTable],
+        known: dict[int, FollowedTable],
+    ) -> None:
+        """Tables whose creation comes with the stream are followed from there on."""
+        new = [table for table in tables if table.oid not in known]
+        for table in new:
+            is_sent = publications.is_for_all or table.oid in (
+                publications.whole | publications.inserts
+            )
+            if is_sent:
+                is_whole = publications.sends_updates(table)
+                write_followed(self._sentinel, as_followed(table, is_whole=is_whole))
+
+    def _request(self, wanted: list[tuple[PublishedTable, str]]) -> list[Name]:
+        """Request a copy of these; the names of those that are copied."""
         if self._is_too_late():
             return []
-        wanted = self._without_excluded([(table, why) for table, why in whys if why])
+        wanted = self._without_excluded(wanted)
         pending = self._pending()
         wanted = [(table, why) for table, why in wanted if _name(table) not in pending]
         self._require_rules({_name(table) for table, _ in wanted})
@@ -91,8 +131,13 @@ class Lookout:
             found = self._read_tables(source)
         known, pending = read_followed(self._sentinel), self._pending()
         wanted = [(table, why) for table in found if (why := _why_copied(table, known))]
+        if self._settings.ddl is not None:
+            wanted = _gained(found, known)
         wanted = self._without_excluded(wanted)
-        return [_name(table) for table, _ in wanted if _name(table) not in pending]
+        # With DDL, what became of a table comes with the stream.
+        has_ddl = self._settings.ddl is not None
+        dropped = [] if has_ddl else sorted(self._read_dropped(found, known))
+        return [*(_name(table) for table, _ in wanted if _name(table) not in pending), *dropped]
 
     def read_known(self) -> set[Name]:
         """The tables that are followed, and still there."""
@@ -189,6 +234,7 @@ class Lookout:
             for rules, before in (
                 (left.columns, settings.left.columns),
                 (left.where, settings.left.where),
+                (left.hashed, settings.left.hashed),
             ):
                 if rules.get(name) != before.get(name):
                     raise ConfigError(
@@ -196,12 +242,42 @@ class Lookout:
                         hint="run the same command again: then they are followed",
                     )
 
-    def _on_target(self, tables: Collection[PublishedTable]) -> set[Name]:
-        """Those that the target has, by the source's names; raises for one it still has not."""
-        if not tables:
+    def _require_kept(
+        self, tables: Collection[PublishedTable], known: dict[int, FollowedTable]
+    ) -> None:
+        """Raise, if tables of both sides must be the same, for one that the source has dropped and
+        the target has: once everything is applied that may have come before."""
+        dropped = self._read_dropped(tables, known)
+        if not dropped:
+            self._dropped = {}
+            return
+        here = current_lsn(self._settings.source)
+        self._dropped = {name: self._dropped.get(name, here) for name in dropped}
+        state = self._sentinel.read()
+        received = max(state.flushed_lsn or 0, self._sentinel.read_source().complete_lsn or 0)
+        for (schema, name), lsn in sorted(self._dropped.items()):
+            if state.state == StreamState.FOLLOWING and received >= lsn:
+                raise _dropped(schema, name, self._settings.naming.target(schema, name))
+
+    def _read_dropped(
+        self, tables: Collection[PublishedTable], known: dict[int, FollowedTable]
+    ) -> set[Name]:
+        if not self._settings.is_strict:
             return set()
+        oids = {oid for table in tables for oid in (table.oid, *table.tree)}
+        names = {_name(table) for table in tables} | self._settings.left.tables
+        gone = {
+            (one.schema, one.name)
+            for one in known.values()
+            if one.oid not in oids and one.root_oid is None
+        }
+        gone -= names
+        return gone & self._read_target() if gone else set()
+
+    def _read_target(self) -> set[Name]:
+        """The tables of the target, by the source's names."""
         with connect(self._settings.target, "look") as target, translated("looking for tables"):
-            found: set[Name] = {
+            return {
                 named
                 for schema, name in target.execute(
                     "SELECT n.nspname, c.relname FROM pg_class c JOIN pg_namespace n"
@@ -209,7 +285,15 @@ class Lookout:
                 )
                 if (named := self._settings.naming.source(schema, name)) is not None
             }
+
+    def _on_target(self, tables: Collection[PublishedTable]) -> set[Name]:
+        """Those that the target has, by the source's names; raises for one it still has not."""
+        if not tables:
+            return set()
+        found = self._read_target()
         lacking = {table.oid: table for table in tables if _name(table) not in found}
+        if self._settings.ddl is not None:
+            return found  # it comes with the stream
         for table in lacking.values():
             if table.oid in self._lacking:
                 raise _not_on_target(table)
@@ -229,7 +313,8 @@ def looking_out(
     """Meanwhile, look every so often. Errors that may go away are reported by those who receive and
     apply; what stops the stream is raised at the end."""
     lookout = Lookout(settings, setup, sentinel)
-    return in_background("lookout", lookout.look, LOOK_SECONDS, on_failure, at_once=True)
+    pause = MANY_LOOK_SECONDS if settings.is_one_of_many else LOOK_SECONDS
+    return in_background("lookout", lookout.look, pause, on_failure, at_once=True)
 
 
 @contextmanager
@@ -267,6 +352,27 @@ def _why_copied(table: PublishedTable, known: dict[int, FollowedTable]) -> str:
     if table.has_identity and not here.is_whole:
         return "it has a replica identity now, so that its updates and deletes can be followed"
     return ""
+
+
+def _gained(
+    tables: Collection[PublishedTable], known: dict[int, FollowedTable]
+) -> list[tuple[PublishedTable, str]]:
+    """Tables whose updates were not followed, and can be."""
+    return [
+        (table, why)
+        for table in tables
+        if table.oid in known and (why := _why_copied(table, known))
+    ]
+
+
+def _dropped(schema: str, name: str, target: QualifiedName) -> ApplyError:
+    label = f"{schema}.{name}"
+    return ApplyError(
+        f"{label} was dropped on the source, and the target has it",
+        hint=f"on the target: DROP TABLE {qualified(*target)}, or ALTER TABLE ... SET SCHEMA to one"
+        f" of your own; then {AGAIN}",
+        table=label,
+    )
 
 
 def _not_on_target(table: PublishedTable) -> ApplyError:

@@ -5,6 +5,12 @@ below it, by values that it sends, and if publishing that makes no statement on 
 
 Up to version 17, pgoutput sends no generated columns. From 18 on our publications send stored ones;
 a table that has a virtual one may not be published with REPLICA IDENTITY FULL.
+
+Nothing here waits for a lock on a table: the application may hold one for long, and the end of a
+stream would wait as long. So trees are read from pg_inherits, not with pg_partition_tree(), which
+locks what it returns, and which does not go by the snapshot of the transaction.
+
+Facts: partitionfuncs.c, pg_partition_tree(); pg_inherits.c, find_inheritance_children_extended().
 """
 
 from __future__ import annotations
@@ -25,7 +31,14 @@ Connection = psycopg.Connection[tuple[Any, ...]]
 # it is said of everything below it. %(unsent)s are the kinds of generated columns that may not be
 # in a key, %(refused)s those that a table with REPLICA IDENTITY FULL may not have.
 _TABLES = f"""
-WITH one AS (
+WITH RECURSIVE part (root, oid) AS (
+    SELECT top.oid, top.oid FROM pg_class top
+     WHERE top.relkind IN ('r', 'p') AND NOT top.relispartition
+    UNION ALL
+    SELECT part.root, i.inhrelid
+      FROM part JOIN pg_inherits i ON i.inhparent = part.oid AND NOT i.inhdetachpending
+      JOIN pg_class c ON c.oid = i.inhrelid AND c.relispartition
+), one AS (
     SELECT c.oid, c.relname, c.relreplident, s.nspname,
            c.relkind = 'r' AND c.relispartition AND c.relpersistence = 'p' AS is_leaf,
            identity.is_there AS has_index,
@@ -75,10 +88,7 @@ SELECT c.oid::int8, n.nspname, c.relname, c.relkind = 'p', told.has_key,
                array_agg(leaf.oid::int8) FILTER (WHERE NOT leaf.is_born) AS attached,
                array_agg(leaf.nspname::text) AS schemas, array_agg(leaf.relname::text) AS names,
                array_agg(leaf.oid::int8) FILTER (WHERE leaf.is_leaf) AS leaves
-          FROM (SELECT top.oid AS root, coalesce(tree.relid::oid, top.oid) AS oid
-                  FROM pg_class top LEFT JOIN LATERAL pg_partition_tree(top.oid) tree ON true
-                 WHERE top.relkind IN ('r', 'p') AND NOT top.relispartition) AS part
-          JOIN told leaf ON leaf.oid = part.oid
+          FROM part JOIN told leaf ON leaf.oid = part.oid
          GROUP BY part.root) AS below ON below.root = c.oid
  WHERE c.relkind IN ('r', 'p') AND NOT c.relispartition AND c.relpersistence = 'p'
    AND {USER_SCHEMA}

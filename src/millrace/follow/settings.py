@@ -6,8 +6,10 @@ Invariant: nothing is imported here that takes long to load; every command reads
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from millrace.apply.conflict import OnConflict
+from millrace.ddl.settings import DdlSettings
 from millrace.filter.exclusions import Exclusions
 from millrace.log import LogSettings
 from millrace.route import Route, RouteSettings
@@ -17,6 +19,14 @@ DEFAULT_SLOT = "millrace"
 DEFAULT_PLUGIN = "pgoutput"
 # Metrics are nobody else's business unless --metrics-host says so.
 LOOPBACK = "127.0.0.1"
+
+
+class CompareMode(StrEnum):
+    """What a cut-over compares."""
+
+    # Every row of every table.
+    FULL = "full"
+    NONE = "none"
 
 
 @dataclass(frozen=True)
@@ -31,6 +41,8 @@ class SlotSettings:
     timeout_seconds: float | None = None
     # Set REPLICA IDENTITY FULL on tables that have none.
     identity_full: bool = False
+    # Capture DDL on the source, for those who replay it.
+    ddl: bool = False
 
 
 @dataclass(frozen=True)
@@ -44,6 +56,8 @@ class FollowSettings(RouteSettings):
     # How many workers apply; None for as many as the stream began with, or one.
     apply_jobs: int | None = None
     on_conflict: OnConflict = OnConflict.STOP
+    # Stop at the first row that has another shape than the target's table, even if it fits.
+    is_strict: bool = False
     max_spool_bytes: int | None = None
     max_slot_lag_bytes: int | None = None
     # 0: no batches.
@@ -60,7 +74,12 @@ class FollowSettings(RouteSettings):
     batch_seconds: float | None = None
     # How long a task that has caught up waits for more, before others have its place.
     stay_seconds: float = 2.0
+    # The process has many streams: what they can share they share, and none looks for something to
+    # do as often as one that is alone.
+    is_one_of_many: bool = False
     left: Exclusions = field(default_factory=Exclusions)
+    # How captured DDL is replayed; None if it is not.
+    ddl: DdlSettings | None = None
     # Tables, as schema.name, that may differ at the end.
     accepted: frozenset[str] = frozenset()
     log: LogSettings = field(default_factory=LogSettings)

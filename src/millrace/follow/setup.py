@@ -9,13 +9,14 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import psycopg
 
 from millrace.clone.directory import read_naming
 from millrace.config.dsn import Dsn
-from millrace.errors import ConfigError, MillraceError, PreflightError, WorkDirError
+from millrace.ddl.capture import LeftOut
+from millrace.errors import ConfigError, ConnectionLost, MillraceError, PreflightError, WorkDirError
 from millrace.filter.apply import read_decision, read_left_out_schemas
 from millrace.filter.decide import PG_CLASS_OID, Decision
 from millrace.filter.exclusions import Exclusions
@@ -45,11 +46,20 @@ from millrace.workdir.sentinel import Sentinel
 
 log = logging.getLogger(__name__)
 
-# Tables as changes name them, with the partitions below that hold their rows.
+# Tables as changes name them, with the partitions below that hold their rows. Without
+# pg_partition_tree(), which would wait for the application's locks.
 _LEAVES = f"""
+WITH RECURSIVE below (root, oid, kind) AS (
+    SELECT i.inhparent, c.oid, c.relkind
+      FROM pg_inherits i JOIN pg_class c ON c.oid = i.inhrelid AND c.relispartition
+     WHERE NOT i.inhdetachpending
+    UNION ALL
+    SELECT below.root, c.oid, c.relkind
+      FROM below JOIN pg_inherits i ON i.inhparent = below.oid AND NOT i.inhdetachpending
+      JOIN pg_class c ON c.oid = i.inhrelid AND c.relispartition
+)
 SELECT c.oid::int8, n.nspname, c.relname,
-       array(SELECT t.relid::oid::int8 FROM pg_partition_tree(c.oid) t
-              WHERE t.isleaf AND t.relid <> c.oid)
+       array(SELECT b.oid::int8 FROM below b WHERE b.root = c.oid AND b.kind <> 'p')
   FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
  WHERE c.relkind IN ('r', 'p') AND NOT c.relispartition AND {USER_SCHEMA}
 """
@@ -68,30 +78,11 @@ def open_slot_snapshot(
     make the source keep its WAL. Unless every row `is_copied`: who continues then needs no
     snapshot, but the slot.
     """
-    directory, source, target = route.place, route.source, route.target
-    slot = choose_slot(directory, slot)
-    require_silence(target)
-    require_place(route, slot.spool)
-    with connect(target, "setup") as connection:
-        encoding = server_encoding(connection)
-    held = read_held(directory)
-    if held is not None:
-        if held.slot is None:
-            raise WorkDirError(
-                f"the snapshot held for {directory} has no replication slot: changes between it "
-                "and a slot made now would be lost",
-                hint="end it (millrace snapshot --stop) and hold one with: millrace snapshot "
-                "--follow; or let `clone --follow` make its own",
-            )
-        write_stream(directory, held, source, slot.spool, encoding)
+    slot, encoding = prepare_slot(route, slot)
+    if (held := join_held(route, slot, encoding)) is not None:
         yield held
         return
-    require_no_stream(directory)
-    holding = _hold_new(route, slot)
-    with making_slot(directory, source, slot.name) as making, holding as (held, _):
-        making.made()
-        write_stream(directory, held, source, slot.spool, encoding)
-        making.keep()
+    with make_slot_snapshot(route, slot, encoding) as (held, _):
         try:
             yield held
         except BaseException:
@@ -102,12 +93,55 @@ def open_slot_snapshot(
                     slot.name,
                 )
             else:
-                _drop(route, slot.name, source.identity())
+                drop_stream(route, slot.name, route.source.identity())
             raise
 
 
+def prepare_slot(route: Route, slot: SlotSettings) -> tuple[SlotSettings, str]:
+    """The slot of the directory, or the one asked for, and the target's encoding; raises if the
+    target could not be followed."""
+    slot = choose_slot(route.place, slot)
+    require_silence(route.target)
+    require_place(route, slot.spool)
+    with connect(route.target, "setup") as connection:
+        return slot, server_encoding(connection)
+
+
+def join_held(route: Route, slot: SlotSettings, encoding: str) -> SnapshotHolder | None:
+    """The snapshot held for the directory, whose stream is written down; raises if it has no
+    slot. None if nobody holds one, and none is in the way of a new one."""
+    directory = route.place
+    held = read_held(directory)
+    if held is None:
+        require_no_stream(directory)
+        return None
+    if held.slot is None:
+        raise WorkDirError(
+            f"the snapshot held for {directory} has no replication slot: changes between it "
+            "and a slot made now would be lost",
+            hint="end it (millrace snapshot --stop) and hold one with: millrace snapshot "
+            "--follow; or let `clone --follow` make its own",
+        )
+    write_stream(directory, held, route.source, slot.spool, encoding)
+    return held
+
+
+@contextmanager
+def make_slot_snapshot(
+    route: Route, slot: SlotSettings, encoding: str, keep_seconds: float | None = None
+) -> Iterator[tuple[SnapshotHolder, Callable[[], None]]]:
+    """A new slot and its snapshot, which the directory's stream begins with; and a check."""
+    directory, source = route.place, route.source
+    holding = _hold_new(route, slot, keep_seconds)
+    with making_slot(directory, source, slot.name) as making, holding as (held, check):
+        making.made()
+        write_stream(directory, held, source, slot.spool, encoding)
+        making.keep()
+        yield held, check
+
+
 def _hold_new(
-    route: Route, slot: SlotSettings
+    route: Route, slot: SlotSettings, keep_seconds: float | None
 ) -> AbstractContextManager[tuple[SnapshotHolder, Callable[[], None]]]:
     """A new slot's snapshot, with the publications that have to be there before the slot."""
     source, rules = route.source, route.filters
@@ -116,7 +150,12 @@ def _hold_new(
         note_counters(route.place, source)
         wanted = published(source, rules)
         for warning in prepare_source(
-            source, slot.name, slot.plugin, wanted, identity_full=slot.identity_full
+            source,
+            slot.name,
+            slot.plugin,
+            wanted,
+            identity_full=slot.identity_full,
+            capture=LeftOut.of(rules) if slot.ddl else None,
         ):
             log.warning("source: %s", warning)
 
@@ -130,6 +169,7 @@ def _hold_new(
             source, slot.name, slot.plugin, published(source, rules), snapshot
         ),
         slot_timeout_seconds=slot.timeout_seconds,
+        keep_seconds=keep_seconds,
     )
 
 
@@ -174,7 +214,7 @@ def forget_stream(route: Route) -> None:
     """Remove a stream that is to start over: slot, publications, position and spool."""
     setup = read_stream(route.place)
     if setup is not None:
-        _drop(route, setup.slot_name, setup.source)
+        drop_stream(route, setup.slot_name, setup.source)
 
 
 def published(source: Dsn, rules: FilterRules) -> set[int] | None:
@@ -196,7 +236,7 @@ def read_left(source: Dsn, rules: FilterRules) -> Exclusions:
         tables = connection.execute(_LEAVES).fetchall()
         sequences = catalog.read_sequences(connection)
     out = _left_out(decision)
-    left: dict[tuple[str, str], tuple[bool, frozenset[str], str]] = {}
+    left: dict[tuple[str, str], tuple[bool, frozenset[str], str, frozenset[str]]] = {}
     for oid, schema, name, leaves in tables:
         # Of a partitioned table, filters speak of it or of its leaves.
         found = {
@@ -204,6 +244,7 @@ def read_left(source: Dsn, rules: FilterRules) -> Exclusions:
                 leaf in out or oid in out,
                 decision.columns.get(leaf, decision.columns.get(oid, frozenset())),
                 decision.predicates.get(leaf, decision.predicates.get(oid, "")),
+                decision.hashed.get(leaf, decision.hashed.get(oid, frozenset())),
             )
             for leaf in leaves or [oid]
         }
@@ -215,10 +256,11 @@ def read_left(source: Dsn, rules: FilterRules) -> Exclusions:
             )
         left[schema, name] = found.pop()
     return Exclusions(
-        frozenset(name for name, (is_out, _, _) in left.items() if is_out),
-        {name: columns for name, (_, columns, _) in left.items() if columns},
-        {name: where for name, (_, _, where) in left.items() if where},
+        frozenset(name for name, one in left.items() if one[0]),
+        {name: columns for name, (_, columns, _, _) in left.items() if columns},
+        {name: where for name, (_, _, where, _) in left.items() if where},
         frozenset((one.schema, one.name) for one in sequences if one.oid in out),
+        {name: hashed for name, (_, _, _, hashed) in left.items() if hashed},
     )
 
 
@@ -228,13 +270,26 @@ def _left_out(decision: Decision) -> set[int]:
     return {oid for kind, oid in keys if kind == PG_CLASS_OID}
 
 
-def _drop(route: Route, slot: str, identity: str) -> None:
+def drop_stream(route: Route, slot: str, identity: str) -> None:
+    """Remove the slot of a copy that is not complete, and all that belongs to it; what can't be
+    removed is logged."""
     log.warning("dropping replication slot %s: what was copied with it is not complete", slot)
     try:
-        with connect(route.source, "cleanup") as here, connect(route.target, "cleanup") as there:
-            cleanup(here, there, slot, identity, read_naming(route.place))
+        remove_stream(route, slot, identity)
     except MillraceError as error:
         log.error("%s; remove it with: millrace stream cleanup", error)
+
+
+def remove_stream(route: Route, slot: str, identity: str) -> None:
+    """Slot and publications on the source, positions on the target, the stream in the directory."""
+    with connect(route.source, "cleanup") as here, ExitStack() as stack:
+        there = None
+        try:
+            there = stack.enter_context(connect(route.target, "cleanup"))
+        except ConnectionLost as error:
+            log.warning("%s; the slot goes all the same", error)
+        cleanup(here, there, slot, identity, read_naming(route.place))
+    if not route.place.exists():
         return
     with Sentinel(route.place) as sentinel:
         sentinel.clear()

@@ -14,7 +14,12 @@ import psycopg
 
 from millrace.apply.position import drop_position, read_positions
 from millrace.config.dsn import Dsn
+from millrace.ddl.capture import LeftOut
+from millrace.ddl.capture import install as install_capture
+from millrace.ddl.capture import uninstall as uninstall_capture
+from millrace.ddl.history import forget as forget_ddl
 from millrace.errors import ConfigError, ServerError
+from millrace.follow.idle_slot_advice import read_idle_advice
 from millrace.follow.publication import (
     create_note_holder,
     create_publications,
@@ -91,18 +96,23 @@ def prepare_source(
     oids: Collection[int] | None = None,
     *,
     identity_full: bool = False,
+    capture: LeftOut | None = None,
 ) -> list[str]:
     """What must be there before the slot; warnings about tables that can't be followed fully.
-    `identity_full`: those that have no replica identity get one."""
+    `identity_full`: those that have no replica identity get one. `capture`: DDL is captured, but
+    for what is left out."""
     if plugin not in PLUGINS:
         raise ConfigError(f"unknown plugin {plugin!r}", hint=f"known are {', '.join(PLUGINS)}")
     with connect(dsn, "setup") as connection:
         require_plugin(connection, plugin)
-        advice = read_standby_advice(connection)
+        advice = read_standby_advice(connection) + read_idle_advice(connection)
         if identity_full and read_slot(connection, slot) is None:
             _set_identities(connection, slot, plugin, oids)
         if plugin == "pgoutput":
-            return advice + create_publications(connection, slot, oids)
+            warnings = create_publications(connection, slot, oids)
+            if capture is not None:
+                install_capture(connection, slot, capture)
+            return advice + warnings
         tables = read_published_tables(connection, oids, plugin=plugin)
         return advice + [text for table in tables if (text := table.warning())]
 
@@ -205,6 +215,7 @@ def cleanup(
     former = put_back(source, slot)
     removed += [f"REPLICA IDENTITY FULL of {one.label}" for one in former]
     removed += [f"publication {name}" for name in drop_publications(source, slot)]
+    removed += uninstall_capture(source, slot)
     if target is not None:
         put_back_copies(target, former, naming)
         if remove_follower(target, identity, slot):
@@ -214,6 +225,7 @@ def cleanup(
         from millrace.spool.table import spooled_stream, uninstall
 
         drop_states(target, stream_prefix(identity, slot))
+        forget_ddl(target, stream_prefix(identity, slot))
         for name in sorted(read_positions(target, stream_prefix(identity, slot))):
             if stream := spooled_stream(name):
                 uninstall(target, stream)

@@ -30,6 +30,8 @@ from millrace.postgres.wire.slot import SlotState, read_slot
 log = logging.getLogger(__name__)
 
 ASK_SECONDS = 2.0
+# The same, where there are many streams.
+MANY_ASK_SECONDS = 5.0
 # An answer that takes longer is none.
 ANSWER_SECONDS: Final = 10
 # Over how long it is measured how fast a slot comes nearer to being lost.
@@ -109,9 +111,11 @@ class SourceHistory:
 
 
 @contextmanager
-def watching_source(source: Dsn, slot: str) -> Iterator[SourceHistory]:
+def watching_source(
+    source: Dsn, slot: str, ask_seconds: float = ASK_SECONDS
+) -> Iterator[SourceHistory]:
     """Ask the source every so often, as long as the context is open."""
-    watch = _Watch(source, slot)
+    watch = _Watch(source, slot, ask_seconds)
     watch.start()
     try:
         yield watch.history
@@ -120,8 +124,9 @@ def watching_source(source: Dsn, slot: str) -> Iterator[SourceHistory]:
 
 
 class _Watch(threading.Thread):
-    def __init__(self, source: Dsn, slot: str) -> None:
+    def __init__(self, source: Dsn, slot: str, ask_seconds: float) -> None:
         super().__init__(name="watch source", daemon=True)
+        self._ask_seconds = ask_seconds
         # A server that vanished is given up soon: the answer would be of no use.
         self._source = source.with_(
             connect_timeout=str(ANSWER_SECONDS), tcp_user_timeout=str(1000 * ANSWER_SECONDS)
@@ -146,7 +151,7 @@ class _Watch(threading.Thread):
                     if connection is not None:
                         connection.close()
                     connection = None
-                self._stopping.wait(ASK_SECONDS)
+                self._stopping.wait(self._ask_seconds)
         finally:
             if connection is not None:
                 connection.close()

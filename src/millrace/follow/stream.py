@@ -9,13 +9,15 @@ process, so that one that fails or is stopped leaves the others alone.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from millrace.apply.driver import Catchup
+from millrace.apply.driver import MANY_POLL_SECONDS, POLL_SECONDS, Catchup
 from millrace.apply.task import ApplyTask
+from millrace.ddl.stream import ensure_capture, with_ddl
 from millrace.engine import Engine
 from millrace.errors import MillraceError, WorkDirError
 from millrace.follow.audit.ending import (
@@ -42,7 +44,7 @@ from millrace.workdir.stream_state import StreamState
 
 log = logging.getLogger(__name__)
 
-POLL_SECONDS = 0.1
+LOOK_SECONDS = 0.1
 
 
 def require_setup(sentinel: Sentinel, directory: Path) -> StreamSetup:
@@ -76,6 +78,7 @@ def open_catchup(
         setup.encoding,
         place.encoding,
         on_conflict=settings.on_conflict,
+        is_strict=settings.is_strict,
         left=settings.left,
         stay_seconds=settings.stay_seconds,
         batch_seconds=settings.batch_seconds,
@@ -83,11 +86,14 @@ def open_catchup(
         # Executors elsewhere have no such directory.
         directory=settings.directory if engine.is_local else None,
     )
+    if settings.ddl is not None:
+        task = with_ddl(task, settings.ddl, setup.slot_name, settings.naming)
     if settings.one_by_one:
         task = replace(task, batch_bytes=1)
     jobs = settings.apply_jobs or sentinel.read().apply_jobs or 1
     prunes = None if settings.keep_spool else place.prune
-    catchup = Catchup(task, jobs, engine, sentinel, prunes=prunes)
+    poll_seconds = MANY_POLL_SECONDS if settings.is_one_of_many else POLL_SECONDS
+    catchup = Catchup(task, jobs, engine, sentinel, prunes=prunes, poll_seconds=poll_seconds)
     require_history(settings.source, sentinel, catchup.spool.extent().complete_lsn)
     # What an earlier process left behind must not hold the positions.
     catchup.end_sessions()
@@ -251,6 +257,8 @@ class Stream:
 
     def _start_receiver(self, setup: StreamSetup, sentinel: Sentinel) -> Receiver:
         write_beginning(self.settings.source, sentinel, setup)
+        if self.settings.ddl is not None:
+            ensure_capture(self.settings.source, setup.slot_name, self.settings.filters)
         receiver = self._receiver = open_receiver(self.settings, setup, self.name)
         receiver.start()
         return receiver
@@ -353,13 +361,16 @@ def _end_sessions_left(catchup: Catchup) -> None:
         log.warning("%s", error)
 
 
-def run_to_end(stream: Stream, reporter: FollowReporter) -> FollowResult:
-    """Open a stream and look after it until it has ended; raises what made it fail."""
+def run_to_end(
+    stream: Stream, reporter: FollowReporter, stop: threading.Event | None = None
+) -> FollowResult:
+    """Open a stream and look after it until it has ended; raises what made it fail, or that `stop`
+    was set before it ended."""
     try:
         state = stream.open()
-        while state.is_running:
+        while state.is_running and not (stop and stop.is_set()):
             reporter.update_follow(stream.progress)
-            state = stream.step(POLL_SECONDS)
+            state = stream.step(LOOK_SECONDS)
         if state is StreamState.ENDED:
             reporter.update_follow(stream.progress)
         return stream.result()

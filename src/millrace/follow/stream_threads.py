@@ -15,7 +15,7 @@ from millrace.follow.lookout import looking_out
 from millrace.follow.progress import FollowProgress
 from millrace.follow.sequences import following_sequences
 from millrace.follow.settings import FollowSettings
-from millrace.follow.source_watch import watching_source
+from millrace.follow.source_watch import ASK_SECONDS, MANY_ASK_SECONDS, watching_source
 from millrace.follow.table_sync.driver import TableSync
 from millrace.follow.table_sync.thread import SyncThread
 from millrace.follow.watch import Watch
@@ -57,7 +57,10 @@ class StreamThreads:
         others = self._others
         others.enter_context(following_sequences(settings, stop))
         others.enter_context(looking_out(settings, setup, self._sentinel, stop))
-        source = others.enter_context(watching_source(settings.source, setup.slot_name))
+        ask_seconds = MANY_ASK_SECONDS if settings.is_one_of_many else ASK_SECONDS
+        source = others.enter_context(
+            watching_source(settings.source, setup.slot_name, ask_seconds)
+        )
         self._watch = Watch(self._sentinel, self._catchup, source, setup.slot_name, self._name)
         self._prepare_syncs()
         self._syncs.start()

@@ -36,3 +36,26 @@ def be16(buffer: Any, at: Any) -> Any:
 def be32(buffer: Any, at: Any) -> Any:
     """The unsigned number in four bytes."""
     return be16(buffer, at) << 16 | be16(buffer, at + 2)
+
+
+@kernel
+def le16(buffer: Any, at: Any) -> Any:
+    """The unsigned number in two bytes, the low one first, as most machines store it."""
+    return np.int64(buffer[at]) | np.int64(buffer[at + 1]) << 8
+
+
+@kernel
+def le32(buffer: Any, at: Any) -> Any:
+    """The unsigned number in four bytes."""
+    return (
+        np.int64(buffer[at])
+        | np.int64(buffer[at + 1]) << 8
+        | np.int64(buffer[at + 2]) << 16
+        | np.int64(buffer[at + 3]) << 24
+    )
+
+
+@kernel
+def le64(buffer: Any, at: Any) -> Any:
+    """The number in eight bytes, with a sign."""
+    return le32(buffer, at) | le32(buffer, at + 4) << 32

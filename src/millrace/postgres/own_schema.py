@@ -69,7 +69,17 @@ RAW_MESSAGES: Final = StreamTable(
     "raw_messages", ("stream", "number", "block", "frames", "end_lsn"), SPOOL_SCHEMA
 )
 RAW_RELATIONS: Final = StreamTable("raw_relations", ("stream", "number", "oid", "frame"))
-STREAM_TABLES: Final = (STREAM_COPY, STREAM_POSITION, STREAM_TABLE, RAW_MESSAGES, RAW_RELATIONS)
+DDL_STATEMENT: Final = StreamTable("ddl_statement", ("stream", "lsn", "tag", "statement", "status"))
+DDL_SCHEMA: Final = StreamTable("ddl_schema", ("stream", "schema_name", "target_name"))
+STREAM_TABLES: Final = (
+    STREAM_COPY,
+    STREAM_POSITION,
+    STREAM_TABLE,
+    RAW_MESSAGES,
+    RAW_RELATIONS,
+    DDL_STATEMENT,
+    DDL_SCHEMA,
+)
 
 
 def is_foreign(connection: Connection, schema: str = OWN_SCHEMA) -> bool:
@@ -126,7 +136,7 @@ def drop_unused(connection: Connection) -> None:
         connection.execute(LOCK)
         if has_table(connection, STREAM_COPY):
             return
-        for table in (STREAM_POSITION, STREAM_TABLE):
+        for table in (STREAM_POSITION, STREAM_TABLE, DDL_STATEMENT, DDL_SCHEMA):
             if has_table(connection, table) and not _has_rows(connection, table):
                 connection.execute(f"DROP TABLE {table.label}")
     drop_schemas(connection)

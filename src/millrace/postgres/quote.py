@@ -5,6 +5,10 @@ Invariant: every name and value that enters a statement as text went through her
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from millrace.relation import Column
+
 
 def ident(name: str) -> str:
     """A quoted identifier; always quoted, so no keyword list is needed."""
@@ -19,6 +23,14 @@ def qualified(schema: str, name: str) -> str:
 def columns(names: list[str] | tuple[str, ...]) -> str:
     """A comma-separated list of identifiers."""
     return ", ".join(map(ident, names))
+
+
+def selected(columns: Iterable[Column]) -> str:
+    """The same for a SELECT of the source, with what is computed in the place of a column."""
+    return ", ".join(
+        f"{one.expression} AS {ident(one.name)}" if one.expression else ident(one.name)
+        for one in columns
+    )
 
 
 def literal(value: str) -> str:

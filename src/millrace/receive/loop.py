@@ -42,6 +42,7 @@ from millrace.receive.batch_policy import Batches
 from millrace.receive.endpos import before_end, is_past
 from millrace.receive.history import SourceServer
 from millrace.receive.limits import Limits, ReceiveLimits
+from millrace.receive.mask import Mask, Masker
 from millrace.receive.partitions import Partitions
 from millrace.receive.plugin import Plugin, UnsafeBinary, open_plugin
 from millrace.spool.interface import Writer
@@ -61,8 +62,10 @@ LONGEST_ASK_SECONDS = 1.0
 CONTACT_SECONDS = 2.0
 # What was heard is noted for others this often.
 NOTE_SECONDS = 1.0
-# The sentinel is looked at this often.
+# The sentinel is looked at this often; by one of many receivers, of which most have nothing to do,
+# that often.
 CONTROL_SECONDS = 0.25
+MANY_CONTROL_SECONDS = 1.0
 # What waits for an fsync: at most so much, for at most so long, and not more often than that.
 SYNC_BYTES = 8 * 1024 * 1024
 SYNC_SECONDS = 0.5
@@ -95,7 +98,13 @@ class ReceiveSettings:
     max_slot_lag_bytes: int | None = None
     # False keeps to text, whatever the types.
     binary: bool = True
+    # The source's DDL comes with its changes: tables are what they are at their place.
+    ddl: bool = False
     batches: BatchSizes = field(default_factory=BatchSizes)
+    control_seconds: float = CONTROL_SECONDS
+    # Tables whose changes nobody wants, and values that are not to be spooled.
+    left_out: frozenset[tuple[str, str]] = frozenset()
+    mask: Mask = field(default_factory=Mask)
     give_up_seconds: float = GIVE_UP_SECONDS
 
     @property
@@ -184,9 +193,10 @@ class _Receiver:
         self._idle_lsn = 0
         self._server = SourceServer(settings.source, sentinel)
         self._limits = Limits(settings.source, settings.slot, settings.limits)
-        self._followed = FollowedTables(sentinel)
-        self._partitions = Partitions(settings.encoding, self._followed)
+        self._followed = FollowedTables(sentinel, has_all=settings.ddl)
+        self._partitions = Partitions(settings.encoding, self._followed, ddl=settings.ddl)
         self._batches = Batches(settings.batches)
+        self._masker = Masker(settings.mask, settings.encoding, settings.source.settings)
         # Since it was looked how far the source is ahead; and whether a transaction just ended.
         self._streamed_bytes = 0
         self._has_commit = False
@@ -265,6 +275,7 @@ class _Receiver:
                 reconnect=lambda: connect(settings.source, "receive"),
                 partitions=self._partitions,
                 followed=self._followed,
+                left_out=settings.left_out,
             )
         return state, plugin
 
@@ -376,13 +387,13 @@ class _Receiver:
         clock = self._clock
         now = time.monotonic()
         if self._held:
-            time.sleep(CONTROL_SECONDS)
+            time.sleep(self._settings.control_seconds)
             return
         if now - clock.heard > SILENCE_SECONDS and stream.awaited_lsn is None:
             raise ConnectionLost(
                 "receiving from the source: no data or keepalive arrived in time", sqlstate=None
             )
-        pause = CONTROL_SECONDS
+        pause = self._settings.control_seconds
         if self._endpos is not None:
             pause = min(pause, clock.ask_pause)
         if self._spool.is_syncing:
@@ -397,6 +408,7 @@ class _Receiver:
             messages = self._buffer.scan(any_kind=plugin.is_text)
             frames = self._buffer.view(messages.consumed)
             frames, translated = plugin.translate(frames, messages)
+            frames, translated = self._masker.translate(frames, translated)
             if len(translated):
                 self._append(frames, translated)
             self._note_keepalive(messages)
@@ -543,7 +555,7 @@ class _Receiver:
     def _read_control(self) -> None:
         """Every so often: look at the sentinel, which people change, and at the limits."""
         now = time.monotonic()
-        if now - self._clock.control < CONTROL_SECONDS:
+        if now - self._clock.control < self._settings.control_seconds:
             return
         self._clock.control = now
         if self._sentinel is not None:

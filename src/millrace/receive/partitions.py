@@ -25,7 +25,12 @@ from typing import Any, Final
 import psycopg
 
 from millrace.postgres.catalog.relations import FIRST_UNPINNED_OID, NEVER_NULL
-from millrace.postgres.catalog.schemas import IS_BORN_PARTITION, USER_SCHEMA, USER_TABLE
+from millrace.postgres.catalog.schemas import (
+    DDL_TABLE,
+    IS_BORN_PARTITION,
+    USER_SCHEMA,
+    USER_TABLE,
+)
 from millrace.postgres.pgoutput.messages import Partition, RelationVersion
 from millrace.postgres.wire.connect import server_encoding, translated
 from millrace.workdir.followed_table import FollowedTables
@@ -74,6 +79,10 @@ SELECT c.oid::int8 FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
    AND NOT ({USER_SCHEMA} AND {USER_TABLE})
    AND (%(oids)s::int8[] IS NULL OR c.oid = ANY(%(oids)s::int8[]::oid[]))
 """
+_CAPTURES = """
+SELECT c.oid::int8 FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
+ WHERE n.nspname = %s AND c.relname = %s
+"""
 _PUBLISHED = """
 SELECT r.prrelid::int8 FROM pg_publication_rel r JOIN pg_publication p ON p.oid = r.prpubid
  WHERE p.pubname = ANY(%s)
@@ -101,8 +110,13 @@ class Partitions:
     `encoding` is PostgreSQL's name of the target's, `followed` the record of the stream.
     """
 
-    def __init__(self, encoding: str, followed: FollowedTables | None = None) -> None:
+    def __init__(
+        self, encoding: str, followed: FollowedTables | None = None, *, ddl: bool = False
+    ) -> None:
+        """`ddl`: the target has the partitions that the source has at the same place, so each goes
+        by its own name; and captured DDL is followed like a table."""
         self._encoding = encoding
+        self._ddl = ddl
         self._followed = followed or FollowedTables()
         self._known: dict[int, KnownPartition] = {}
         # Tables, and partitions, that are published by themselves.
@@ -110,6 +124,8 @@ class Partitions:
         # Tables that are ours, or an extension's.
         self._others: set[int] = set()
         self._conditions: dict[int, str] = {}
+        # The table of captured DDL.
+        self._captures: set[int] = set()
 
     def read(
         self,
@@ -130,8 +146,10 @@ class Partitions:
                 },
             ).fetchall()
             others = {oid for (oid,) in catalog.execute(_OTHERS, {"oids": asked})}
+            captures = {oid for (oid,) in catalog.execute(_CAPTURES, DDL_TABLE)}
         # Of what was not asked about, nobody knows whether it is a partition.
         self._listed = listed if asked is None else listed & (self._listed | set(asked))
+        self._captures |= captures
         self._others = others if asked is None else self._others - set(asked) | others
         for oid, schema, name, root_oid, root_schema, root_name, keys, is_rehashed, own in found:
             partition = Partition(
@@ -155,10 +173,12 @@ class Partitions:
 
     def is_foreign(self, oid: int) -> bool:
         """Whether it is a table of ours, or of an extension: nobody's to follow."""
-        return oid in self._others
+        return oid in self._others and not (self._ddl and oid in self._captures)
 
     def find(self, oid: int) -> KnownPartition | None:
         """None for a table of its own, or one that nothing is known of."""
+        if self._ddl:
+            return None
         return None if self.is_own(oid) else self._known.get(oid)
 
     def read_conditions(self, catalog: Connection, oids: Iterable[int]) -> None:

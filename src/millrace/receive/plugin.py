@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from millrace.errors import PreflightError
 from millrace.postgres.catalog.relations import read_text_reasons
 from millrace.postgres.catalog.schemas import USER_SCHEMA, USER_TABLE, publication_names
+from millrace.postgres.pgoutput import wal2json
 from millrace.postgres.pgoutput.messages import (
     FRAME_HEADER_BYTES,
     Messages,
@@ -25,9 +26,11 @@ from millrace.postgres.pgoutput.messages import (
     Truncate,
     decode_relation,
     decode_truncate,
+    decode_type,
     encode_frame,
     encode_relation,
     encode_truncate,
+    with_type_names,
 )
 from millrace.postgres.quote import ident
 from millrace.postgres.wire.encoding import python_encoding
@@ -40,8 +43,8 @@ log = logging.getLogger(__name__)
 
 Connection = psycopg.Connection[tuple[Any, ...]]
 
-_RELATION, _TRUNCATE, _STREAM_ABORT = ord("R"), ord("T"), ord("A")
-_LOOKED_AT = np.array([_RELATION, _TRUNCATE, _STREAM_ABORT], np.uint8)
+_RELATION, _TYPE, _TRUNCATE, _STREAM_ABORT = b"RYTA"
+_LOOKED_AT = np.array([_RELATION, _TYPE, _TRUNCATE, _STREAM_ABORT], np.uint8)
 _ROWS = np.array([ord("I"), ord("U"), ord("D")], np.uint8)
 
 
@@ -74,13 +77,18 @@ def open_plugin(
     reconnect: Callable[[], Connection],
     partitions: Partitions | None = None,
     followed: FollowedTables | None = None,
+    left_out: Collection[tuple[str, str]] = (),
 ) -> Plugin:
     """The plugin, with what it must know of the source; `partitions` are those that plugins on
-    earlier connections knew, `followed` the tables whose changes are wanted, None for all."""
+    earlier connections knew, `followed` the tables whose changes are wanted, None for all. Tables
+    that are `left_out` need not be sent; of a publication, they are no part."""
     tables = followed or FollowedTables()
     known = Partitions(encoding, tables) if partitions is None else partitions
     if name != "pgoutput":
-        return TextPlugin(name, catalog, encoding, reconnect, known, tables)
+        plugin = TextPlugin(name, catalog, encoding, reconnect, known, tables)
+        if left_out and name == "wal2json":
+            plugin.options[wal2json.LEFT_OUT] = wal2json.render_tables(left_out)
+        return plugin
     return Pgoutput(
         catalog,
         slot,
@@ -123,6 +131,8 @@ class Pgoutput:
         self._partitions.read(catalog, self._publications)
         # Partitions as they were sent last on this connection.
         self._sent: dict[int, RelationVersion] = {}
+        # Names of types, as they were sent on this connection: before the tables that have them.
+        self._types: dict[int, tuple[str, str]] = {}
         self._own = OwnTransactions()
         # Descriptions of tables whose changes are left out for now, as they came.
         self._withheld: dict[int, bytes] = {}
@@ -156,6 +166,9 @@ class Pgoutput:
         lsn, message = int(messages.lsn[at]), bytes(frames[begin:end])
         if messages.kind[at] == _STREAM_ABORT:
             return [(start, end, b"")]  # nothing of that transaction was sent
+        if messages.kind[at] == _TYPE:
+            self._types.update((decode_type(message, self._encoding),))
+            return []
         if messages.kind[at] == _TRUNCATE:
             return self._edit_truncate(decode_truncate(message), lsn, start, end)
         oid = int(messages.relation[at])
@@ -247,6 +260,7 @@ class Pgoutput:
         relation = decode_relation(message, self._encoding)
         if not self._text_reason:
             self._check(relation)
+        named = with_type_names(relation, self._types)
         known = self._partitions.find(relation.oid)
         if known is None:
             if not self._is_for_all and not self._partitions.is_listed(relation.oid):
@@ -257,8 +271,8 @@ class Pgoutput:
                     relation.name,
                 )
             self._sent.pop(relation.oid, None)
-            return None
-        self._sent[relation.oid] = as_partition(relation, known)
+            return None if named == relation else named
+        self._sent[relation.oid] = as_partition(named, known)
         return self._sent[relation.oid]
 
     def _before_truncate(self, truncate: Truncate, lsn: int) -> bytes:
@@ -337,15 +351,17 @@ def _check_publications(catalog: Connection, names: tuple[str, str]) -> bool:
 
 
 def _read_published_types(catalog: Connection, names: tuple[str, str]) -> list[tuple[str, int]]:
-    """(column, type) of everything published that may be followed."""
+    """(column, type) of everything published that may be followed. Not by pg_publication_tables,
+    which locks each of them, and so waits for whoever has locked one."""
     sent = "'', 's'" if catalog.info.server_version >= 180000 else "''"
     return catalog.execute(
-        "SELECT DISTINCT format('%%s.%%s.%%s', t.schemaname, t.tablename, a.attname),"
-        " a.atttypid::int8 FROM pg_publication_tables t"
-        " JOIN pg_namespace n ON n.nspname = t.schemaname"
-        " JOIN pg_class c ON c.relnamespace = n.oid AND c.relname = t.tablename"
+        "SELECT format('%%s.%%s.%%s', n.nspname, c.relname, a.attname), a.atttypid::int8"
+        " FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace"
         " JOIN pg_attribute a ON a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped"
-        f" WHERE t.pubname = ANY(%s) AND a.attgenerated IN ({sent})"
-        f" AND {USER_SCHEMA} AND {USER_TABLE} ORDER BY 1",
+        " WHERE c.relkind = 'r' AND c.relpersistence = 'p' AND EXISTS ("
+        "SELECT FROM pg_publication p WHERE p.pubname = ANY(%s) AND (p.puballtables OR EXISTS ("
+        "SELECT FROM pg_publication_rel r WHERE r.prpubid = p.oid AND (r.prrelid = c.oid"
+        " OR r.prrelid IN (SELECT relid FROM pg_partition_ancestors(c.oid))))))"
+        f" AND a.attgenerated IN ({sent}) AND {USER_SCHEMA} AND {USER_TABLE} ORDER BY 1",
         (list(names),),
     ).fetchall()

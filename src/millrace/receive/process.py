@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -35,8 +36,18 @@ STEADY_SECONDS = 60.0
 class Receiver:
     """Starts the process, and says how it ended."""
 
-    def __init__(self, settings: ReceiveSettings, place: SpoolPlace, log_settings: LogSettings):
+    def __init__(
+        self,
+        settings: ReceiveSettings,
+        place: SpoolPlace,
+        log_settings: LogSettings,
+        *,
+        is_one_of_many: bool = False,
+    ) -> None:
+        """`is_one_of_many`: its process is forked from one that has loaded what all need, and
+        shares that with the others. Alone, that would only be one process more."""
         self._arguments = (settings, place, log_settings)
+        self._is_one_of_many = is_one_of_many
         self._process: Any = None
         self._link: Connection | None = None
         self._started_at = 0.0
@@ -47,13 +58,14 @@ class Receiver:
 
     def start(self) -> None:
         self._release()
-        context = multiprocessing.get_context("spawn")
+        context = _context(is_one_of_many=self._is_one_of_many)
         self._link, theirs = context.Pipe()
-        self._process = context.Process(
+        process = context.Process(
             target=_child, args=(*self._arguments, theirs), name="millrace receive", daemon=True
         )
         with _deaf():
-            self._process.start()
+            process.start()
+        self._process = process
         theirs.close()
         self._started_at = time.monotonic()
         self._restart_at = None
@@ -115,6 +127,21 @@ class Receiver:
         except (EOFError, ConnectionResetError):
             self._process.join(1.0)
             return None
+
+
+def _context(*, is_one_of_many: bool) -> Any:
+    context = multiprocessing.get_context("forkserver" if is_one_of_many else "spawn")
+    if is_one_of_many:
+        context.set_forkserver_preload([*_loaded_by_main(), "millrace.receive.warm"])
+    return context
+
+
+def _loaded_by_main() -> list[str]:
+    """Modules that the main module has names from: every child runs that module once more, to know
+    what is defined there, and would load them for itself."""
+    values = vars(sys.modules["__main__"]).values()
+    modules = {getattr(value, "__module__", None) for value in values}
+    return sorted(name for name in modules if name in sys.modules and name != "__main__")
 
 
 @contextmanager

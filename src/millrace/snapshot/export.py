@@ -61,7 +61,7 @@ class ReleasedSnapshot(AbstractContextManager["ReleasedSnapshot"]):
 
 def open_snapshot(dsn: Dsn, snapshot_id: str | None = None) -> HeldSnapshot:
     """Export a snapshot, or take part in one that another session holds."""
-    connection = connect(dsn, "snapshot")
+    connection = connect(dsn, "snapshot" if snapshot_id is None else "view")
     try:
         with translated("taking a snapshot of the source"):
             connection.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")

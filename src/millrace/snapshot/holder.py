@@ -40,10 +40,13 @@ from millrace.workdir.place import make_private
 log = logging.getLogger(__name__)
 
 FILE = "snapshot.json"
+# What a run tells its snapshot process when it has read every row.
+GIVEN_BACK = signal.SIGUSR1
 CHECK_SECONDS = 1.0
 # How often a slot is made again because tables were created meanwhile.
 SLOT_ATTEMPTS = 3
-STOP_SECONDS = 10.0
+# Of a run's own: with what it removes from the source.
+STOP_SECONDS = 60.0
 # More than the file will take.
 ROOM_BYTES = 8192
 
@@ -60,6 +63,16 @@ class SnapshotHolder:
     slot: str | None = None
     plugin: str | None = None
     start_lsn: str | None = None
+    # The server process of the session, by which its cost is found.
+    backend_pid: int = 0
+    # Of a run's own snapshot process: how long it waits for somebody to continue. None for one that
+    # is held by hand, until it is stopped.
+    keep_seconds: float | None = None
+
+    @property
+    def is_of_run(self) -> bool:
+        """Whether a run started the process, and ends it when it has read every row."""
+        return self.keep_seconds is not None
 
 
 def read_held(directory: Path) -> SnapshotHolder | None:
@@ -80,6 +93,17 @@ def read_held(directory: Path) -> SnapshotHolder | None:
         return None
     except (ValueError, TypeError) as error:
         raise WorkDirError(f"{path} is damaged: {error}", hint="remove it") from error
+
+
+def give_back(directory: Path, held: SnapshotHolder) -> bool:
+    """Tell a run's own process that every row is copied: it ends. Returns at once; False if it
+    holds this snapshot no more."""
+    now = read_held(directory)
+    if now is None or now.id != held.id or not now.is_of_run:
+        return False
+    with suppress(ProcessLookupError):
+        os.kill(now.pid, GIVEN_BACK)
+    return True
 
 
 def stop_held(directory: Path) -> SnapshotHolder:
@@ -106,6 +130,7 @@ def hold(
     before_slot: Callable[[], None] = lambda: None,
     is_slot_whole: Callable[[str], bool] = lambda snapshot: True,
     slot_timeout_seconds: float | None = None,
+    keep_seconds: float | None = None,
 ) -> Iterator[tuple[SnapshotHolder, Callable[[], None]]]:
     """Hold a snapshot; yields (Held, check), where check raises SnapshotLost.
 
@@ -132,7 +157,13 @@ def hold(
         try:
             asked = _Asked(dsn, slot, plugin, before_slot, is_slot_whole, slot_timeout_seconds)
             with _session(asked) as (facts, check):
-                held = SnapshotHolder(pid=os.getpid(), source=dsn.identity(), since=_now(), **facts)
+                held = SnapshotHolder(
+                    pid=os.getpid(),
+                    source=dsn.identity(),
+                    since=_now(),
+                    keep_seconds=keep_seconds,
+                    **facts,
+                )
                 with writing(directory / FILE, then=AGAIN):
                     text = json.dumps(asdict(held), indent=2) + "\n"
                     os.write(file.fileno(), text.encode())
@@ -157,7 +188,8 @@ class _Asked:
 def _session(asked: _Asked) -> Iterator[Any]:
     if asked.slot is None:
         with open_snapshot(asked.dsn) as snapshot:
-            yield {"id": snapshot.id}, snapshot.check
+            backend = snapshot.connection.info.backend_pid
+            yield {"id": snapshot.id, "backend_pid": backend}, snapshot.check
         return
     connection, made = _make_slot(asked, asked.slot)
     try:
@@ -166,6 +198,7 @@ def _session(asked: _Asked) -> Iterator[Any]:
             "slot": asked.slot,
             "plugin": asked.plugin,
             "start_lsn": render_lsn(made.start_lsn),
+            "backend_pid": connection.backend_pid,
         }
         yield facts, lambda: _check_silent(connection)
     finally:
@@ -226,7 +259,7 @@ def _check_silent(connection: PGconn) -> None:
     if readable:
         raise SnapshotLost(
             "the source closed the replication session that holds the snapshot",
-            hint="drop the slot (SELECT pg_drop_replication_slot(...)), and start again",
+            hint="start over with --restart: it drops the slot",
         )
 
 

@@ -29,6 +29,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import millrace
+from millrace.engine import EngineView
 from millrace.errors import ConfigError, EngineLost, MillraceError, ServerError, as_bug
 from millrace.room import AGAIN, NO_ROOM, no_room
 from millrace.spark.java import NO_PERFORMANCE_DATA, class_archive_options, find_java
@@ -312,23 +313,12 @@ class Engine:
         return context
 
 
-class EngineGroup:
+class EngineGroup(EngineView["Engine"]):
     """The tasks of one owner, as a job group of Spark's."""
 
     def __init__(self, engine: Engine, name: str) -> None:
-        self._engine = engine
+        super().__init__(engine)
         self._name = name
-        self.is_local = engine.is_local
-
-    @property
-    def start_seconds(self) -> float:
-        return self._engine.start_seconds
-
-    def start(self) -> None:
-        self._engine.start()
-
-    def wait(self) -> float:
-        return self._engine.wait()
 
     def slots(self, wanted: int) -> int:
         return self._engine.slots(wanted)
@@ -338,9 +328,6 @@ class EngineGroup:
 
     def cancel(self) -> None:
         self._engine.cancel_group(self._name)
-
-    def group(self, name: str) -> EngineGroup:
-        return self._engine.group(name)
 
 
 def default_master(slots: int) -> str:

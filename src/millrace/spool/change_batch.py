@@ -10,7 +10,7 @@ their positions. Memory is that of a chunk, or of one row if it is larger.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -63,7 +63,15 @@ def iter_changes(
 ) -> Iterator[pa.RecordBatch]:
     """The changes of a range, of all tables or of some; `encoding` is Python's name of the
     spool's."""
-    converter = _Converter(reader, range_, encoding, tables)
+
+    def find_commit(after_lsn: int) -> Commit | None:
+        following = reader.plan(after_lsn, 1, range_.end_lsn)
+        if following is None:
+            return None
+        return Commit(following.commit_lsn, following.end_lsn, following.committed_at)
+
+    converter = FrameConverter(encoding, find_commit, range_.after_lsn, tables=tables)
+    converter.describe(reader.relations(range_))
     for chunk in reader.chunks(range_, chunk_bytes):
         batch = converter.convert(chunk)
         if batch.num_rows:
@@ -119,29 +127,37 @@ class _Rows:
         )
 
 
-class _Converter:
-    """What is known from one chunk to the next."""
+class FrameConverter:
+    """Frames in consecutive chunks; what is known from one chunk to the next."""
 
     def __init__(
-        self, reader: Reader, range_: Range, encoding: str, tables: frozenset[TableName] | None
+        self,
+        encoding: str,
+        find_commit: Callable[[int], Commit | None],
+        after_lsn: int,
+        *,
+        tables: frozenset[TableName] | None = None,
     ) -> None:
-        self._reader = reader
-        self._range = range_
+        """`find_commit` says how the first transaction that ends after a position was committed:
+        the Commit of a transaction may be in a later chunk."""
+        self._find = find_commit
         self._encoding = encoding
         self._tables = tables
         self._versions = _Versions()
-        self._current = {
-            oid: self._versions.number(relation)
-            for oid, relation in reader.relations(range_).items()
-        }
         # `scan` says so of what is no table's.
-        self._current[0] = self._versions.number(_NO_RELATION)
-        self._end_lsn = range_.after_lsn
+        self._current = {0: self._versions.number(_NO_RELATION)}
+        self._end_lsn = after_lsn
         # The transaction that continues in the next chunk, and how many changes it had so far.
         self._open: _Transaction | None = None
         self._open_changes = 0
 
+    def describe(self, relations: Mapping[int, RelationVersion]) -> None:
+        """Tables whose Relation messages came before the first chunk."""
+        for oid, relation in relations.items():
+            self._current[oid] = self._versions.number(relation)
+
     def convert(self, buffer: Bytes) -> pa.RecordBatch:
+        """The changes of a chunk of whole frames."""
         messages = scan(buffer, len(buffer))
         is_continued = self._open is not None
         open_changes = self._open_changes
@@ -191,10 +207,10 @@ class _Converter:
 
     def _find_commit(self) -> Commit:
         """Of a transaction whose Commit is in a later chunk: the next one there is."""
-        following = self._reader.plan(self._end_lsn, 1, self._range.end_lsn)
-        if following is None:
+        found = self._find(self._end_lsn)
+        if found is None:
             raise FormatError("replication stream: a Begin without a Commit", lsn=self._end_lsn)
-        return Commit(following.commit_lsn, following.end_lsn, following.committed_at)
+        return found
 
     def _take_versions(
         self, buffer: Bytes, messages: Messages, truncates: dict[int, Truncate]

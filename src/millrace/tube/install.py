@@ -13,7 +13,7 @@ from typing import Any
 
 import psycopg
 
-from millrace.errors import ConfigError, PreflightError
+from millrace.errors import ConfigError, NoSuchTube, PreflightError
 from millrace.postgres.quote import ident, qualified
 from millrace.postgres.wire.connect import server_error, translated
 
@@ -78,24 +78,31 @@ def uninstall(connection: Connection, schema: str, *, drop_tubes: bool) -> list[
 
 
 def find_schema(connection: Connection, wanted: str | None, tube: str | None = None) -> str:
-    """Where tubes are installed: as told, or the only place there is (that has the tube)."""
+    """Where tubes are installed: as told, or the only place there is; if a tube is named, the only
+    one that has it."""
     with translated("looking for tubes"):
         rows = connection.execute(
             "SELECT n.nspname::text FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace"
             " WHERE c.relname = '_tube_tubes' AND c.relkind = 'r' ORDER BY 1"
         ).fetchall()
     found = [row[0] for row in rows if wanted in (None, row[0])]
-    if len(found) > 1 and tube is not None:
-        found = [schema for schema in found if _has_tube(connection, schema, tube)] or found
     if not found:
         where = "this database" if wanted is None else f"schema {wanted}"
         raise PreflightError(
             f"tubes are not installed in {where}",
             hint="install them with `millrace tube install`, or name another --schema",
         )
+    if tube is not None:
+        with translated("looking for the tube"):
+            found = [schema for schema in found if _has_tube(connection, schema, tube)]
+        if not found:
+            raise NoSuchTube(
+                f"there is no tube {tube}", hint="`millrace tube list` shows those there are"
+            )
     if len(found) > 1:
+        what = "tubes are installed" if tube is None else f"there is a tube {tube}"
         raise ConfigError(
-            f"tubes are installed in several schemas: {', '.join(found)}",
+            f"{what} in several schemas: {', '.join(found)}",
             hint="choose one with --schema",
         )
     return str(found[0])

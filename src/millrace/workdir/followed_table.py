@@ -72,10 +72,15 @@ def lose_wholeness(sentinel: Sentinel, known: Mapping[int, FollowedTable], oid: 
 
 
 class FollowedTables:
-    """The record as a receiver asks for it; without one, everything is followed."""
+    """The record as a receiver asks for it; without one, everything is followed.
 
-    def __init__(self, sentinel: Sentinel | None = None) -> None:
+    `has_all`: so it is whatever the record has, because DDL comes with the changes: of a table that
+    is new, the target has what came before.
+    """
+
+    def __init__(self, sentinel: Sentinel | None = None, *, has_all: bool = False) -> None:
         self._sentinel = sentinel
+        self._has_all = has_all
         self._known: dict[int, FollowedTable] = {}
         # The record's when it was read; None before that.
         self._version: int | None = None
@@ -107,6 +112,8 @@ class FollowedTables:
     def has(self, oid: int, root_oid: int | None = None, attached: Collection[int] = ()) -> bool:
         """`attached`: tables of its path to the root that were tables of their own before, so that
         the root does not speak for them."""
+        if self._has_all:
+            return True
         found = self.find(oid, root_oid)
         if found is None or oid in self._known:
             return found is not None or not self._known

@@ -33,6 +33,12 @@ def read_holder(directory: Path) -> int | None:
     return number
 
 
+def require_idle(directory: Path) -> None:
+    """Raise if a process works in the directory."""
+    with open_lock(directory):
+        return
+
+
 @contextmanager
 def open_lock(directory: Path) -> Iterator[None]:
     """Hold the directory, or say who does."""

@@ -25,6 +25,9 @@ PRIVATE: Final = 0o700
 OURS: Final = (
     "millrace.pid",
     "snapshot.json",
+    "snapshot.log",
+    "snapshot-ended.json",
+    "pause.json",
     "stream.db",
     "stream.db-wal",
     "stream.db-shm",

@@ -141,9 +141,13 @@ class TableFinisher:
 
     def _vacuum(self, table: Table) -> None:
         began = time.monotonic()
-        self._vacuum_pool.submit(lambda connection: vacuum_table(connection, table)).result()
+        analyzes = table.target not in self._run.carried
+        self._vacuum_pool.submit(partial(self._vacuum_on, table, analyzes)).result()
         seconds = time.monotonic() - began
         self._run.store.write_timing("vacuum", table.label, seconds, oid=table.oid)
+
+    def _vacuum_on(self, table: Table, analyzes: bool, connection: Connection) -> None:
+        vacuum_table(connection, table, analyzes=analyzes)
 
     def _note(self, error: BaseException) -> None:
         if self._is_cancelled:

@@ -20,13 +20,14 @@ log = logging.getLogger(__name__)
 Connection = psycopg.Connection[tuple[Any, ...]]
 
 
-def vacuum_table(connection: Connection, table: Table) -> None:
+def vacuum_table(connection: Connection, table: Table, *, analyzes: bool = True) -> None:
     """VACUUM and ANALYZE one table; a type that can't be analyzed is no reason to fail."""
     name = qualified(*table.target)
+    options = " (ANALYZE)" if analyzes else ""
     failpoint.hit("vacuum.begin")
     with translated(f"vacuuming {table.label}"):
         try:
-            connection.execute(f"VACUUM (ANALYZE) {name}")
+            connection.execute(f"VACUUM{options} {name}")
         except psycopg.errors.IndeterminateCollation as error:
             log.warning("%s can't be analyzed: %s", table.label, error.diag.message_primary)
             connection.execute(f"VACUUM {name}")

@@ -26,6 +26,8 @@ from millrace.apply.truncate import truncate
 from millrace.clone.copy_task import part_statements
 from millrace.config.dsn import Dsn
 from millrace.errors import ApplyError, MillraceError, WorkDirError
+from millrace.filter.apply import hash_columns
+from millrace.filter.exclusions import Exclusions
 from millrace.postgres.wire.connect import cancel_sessions
 from millrace.postgres.wire.libpq import command_rows, execute, open_session
 from millrace.postgres.wire.relay import relay
@@ -88,10 +90,18 @@ def end_copy(target: Dsn, sync_id: str) -> None:
 
 
 def copy_statements(
-    tables: Sequence[Table], table: TargetTable, excluded: frozenset[str], where: str
+    tables: Sequence[Table],
+    table: TargetTable,
+    name: tuple[str, str],
+    left: Exclusions,
+    *,
+    is_strict: bool = False,
 ) -> tuple[tuple[str, str], ...]:
     """COPY out and COPY in for each table of the source that has rows: the table itself, or its
-    leaves."""
+    leaves; `name` is what the source calls it. `is_strict`: both must have the same columns."""
+    excluded = left.columns.get(name, frozenset())
+    if is_strict:
+        _require_columns(tables, table, excluded)
     there = {column.name: column for column in table.columns}
     found = []
     for one in tables:
@@ -103,16 +113,33 @@ def copy_statements(
                 hint="add them there, or leave them out with --filters",
                 table=f"{table.schema}.{table.name}",
             )
-        taken = [
-            _checked(column, {name: each.definition for name, each in there.items()})
-            for column in columns
-            if not there[column.name].is_generated
-        ]
-        through = (one.oid, table.schema, table.name)
-        wanted = replace(one, columns=tuple(taken), where=where or None, load_via=through)
+        copied = [column for column in columns if not there[column.name].is_generated]
+        definitions = {column.name: column.definition for column in table.columns}
+        wanted = replace(
+            one,
+            columns=hash_columns(
+                one.label,
+                [_checked(column, definitions) for column in copied],
+                left.hashed.get(name, frozenset()),
+            ),
+            where=left.where.get(name) or None,
+            load_via=(one.oid, table.schema, table.name),
+        )
         part = part_statements(wanted, Part(one.oid, 1, 1, "", "", 0, 0))
         found.append((part.copy_out, part.copy_in))
     return tuple(found)
+
+
+def _require_columns(tables: Sequence[Table], table: TargetTable, excluded: frozenset[str]) -> None:
+    """Raise if the target has columns that the source has not: they would stay empty."""
+    here = excluded.union(*({column.name for column in one.columns} for one in tables))
+    extra = [one.name for one in table.columns if not one.is_generated and one.name not in here]
+    if tables and extra:
+        raise ApplyError(
+            f"{table.schema}.{table.name}: the source has no column {', '.join(extra)}",
+            hint="drop them there, then copy it again",
+            table=f"{table.schema}.{table.name}",
+        )
 
 
 def _checked(column: Column, definitions: Mapping[str, str]) -> Column:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
@@ -41,13 +42,18 @@ from millrace.apply.table_state import (
 from millrace.apply.target_table import TargetTable, read_target_table
 from millrace.apply.task import ApplyTask, apply_spool
 from millrace.engine import Engine
-from millrace.errors import ApplyError, ConfigError, MillraceError
+from millrace.errors import ApplyError, ConfigError, ConnectionLost, MillraceError
 from millrace.follow.audit.baseline import renewing_baseline
 from millrace.follow.membership import take_up
 from millrace.follow.settings import FollowSettings
 from millrace.follow.table_sync.copy_task import TableCopy, copy_statements, copy_table, end_copy
 from millrace.follow.table_sync.publication import publish_table
-from millrace.follow.table_sync.source import current_lsn, find_table, open_sync_snapshot
+from millrace.follow.table_sync.source import (
+    current_lsn,
+    find_table,
+    has_table,
+    open_sync_snapshot,
+)
 from millrace.lsn import render_lsn
 from millrace.postgres.wire.connect import connect, translated
 from millrace.receive.backoff import GIVE_UP_SECONDS, Patience, may_retry
@@ -61,17 +67,27 @@ Connection = psycopg.Connection[tuple[Any, ...]]
 
 # How soon a request is seen.
 POLL_SECONDS = 0.5
+# The same, where there are many streams.
+MANY_POLL_SECONDS = 2.0
 # Of a lock on the source, which is asked for again and again.
 LOCK_NOT_AVAILABLE = "55P03"
 LOCK_PAUSE_SECONDS = 2.0
 # A table that is no further behind, in bytes of the spool, catches up while its worker waits.
 HAND_OVER_BYTES = 4 << 20
+# How often tables are looked for that DDL asks to be copied; and how often a copy looks whether the
+# stream has come to its position.
+ADOPT_SECONDS = 1.0
+STREAM_POLL_SECONDS = 0.1
 # Rounds of catching up; a worker that is faster than this waits longer in the end.
 ROUNDS = 20
 
 
 class _Stopped(Exception):
     """The stream ends; what is not done is taken up by the next process."""
+
+
+class _Superseded(Exception):
+    """DDL has changed the table: its copy begins anew, or ends with it."""
 
 
 class TableSync:
@@ -94,22 +110,30 @@ class TableSync:
         self._finishing = threading.Event()
         # The copy whose task is running.
         self._copying: str | None = None
+        self._adopted_at = 0.0
+        # Tables may change while they are copied; where, only the stream knows.
+        self._has_ddl = settings.ddl is not None
 
     def prepare(self) -> None:
         """Before apply begins: take tables out of its hands that it may be unable to follow."""
+        self._adopt()
+        for request in requests.read_requests(self._sentinel, unfinished=True):
+            if not self._is_beyond_end(request) and self._state_of(request) is None:
+                with self._noted(request):
+                    self._take_up(request)
+
+    def _adopt(self) -> None:
+        """Take up what the target says is unfinished: DDL asks for copies there, with what it does;
+        and the work directory may have been lost."""
+        self._adopted_at = time.monotonic()
         with self._open_target() as target:
             states = read_table_states(target, self._catchup.stream)
         waiting = requests.read_requests(self._sentinel, unfinished=True)
         known = {(one.schema, one.name) for one in waiting}
         for name, state in states.items():
-            # The work directory was lost, but what is on the target counts.
             if state.is_unfinished and name not in known:
                 found = requests.request_sync(self._sentinel, *name, "its copy is not done")
                 requests.note_running(self._sentinel, found.id, state.sync_id, state.lsn)
-        for request in requests.read_requests(self._sentinel, unfinished=True):
-            if not self._is_beyond_end(request) and self._state_of(request) is None:
-                with self._noted(request):
-                    self._take_up(request)
 
     def run(self) -> None:
         """Until `stop`, or until `finish` was called and nothing is left to do; raises what stopped
@@ -142,7 +166,8 @@ class TableSync:
         elif is_finishing:
             return False
         else:
-            self._stop.wait(POLL_SECONDS)
+            is_one = self._settings.is_one_of_many
+            self._stop.wait(MANY_POLL_SECONDS if is_one else POLL_SECONDS)
         return True
 
     def finish(self) -> None:
@@ -162,6 +187,8 @@ class TableSync:
     def _next(self) -> SyncRequest | None:
         if not self._sentinel.read().apply:
             return None
+        if self._has_ddl and time.monotonic() - self._adopted_at > ADOPT_SECONDS:
+            self._adopt()
         waiting = requests.read_requests(self._sentinel, unfinished=True)
         return next((one for one in waiting if not self._is_beyond_end(one)), None)
 
@@ -174,13 +201,33 @@ class TableSync:
 
     def _sync(self, request: SyncRequest) -> None:
         with self._noted(request):
-            state = self._state_of(request) or self._take_up(request)
+            try:
+                self._bring_forward(request)
+            except _Superseded:
+                requests.note_ended(self._sentinel, request.id, RequestState.CANCELLED)
+                log.info("%s was changed while it was copied", request.label)
+                self._adopt()
+                return
+        requests.note_ended(self._sentinel, request.id, RequestState.DONE)
+        log.info("%s is copied, and followed again", request.label)
+
+    def _bring_forward(self, request: SyncRequest) -> None:
+        state = self._state_of(request) or self._take_up(request)
+        try:
             if state.state is SyncState.COPYING:
                 self._copy_unlocked(request, state)
             if state.state is not SyncState.FOLLOWED:
                 self._hand_over(request, state)
-        requests.note_ended(self._sentinel, request.id, RequestState.DONE)
-        log.info("%s is copied, and followed again", request.label)
+        except MillraceError as error:
+            if self._has_ddl and not self._stop.is_set() and self._is_superseded(state):
+                raise _Superseded from error
+            raise
+
+    def _is_superseded(self, state: TableState) -> bool:
+        """Whether DDL has ended this copy: another one is asked for, or the table is gone."""
+        with self._open_target() as target:
+            states = read_table_states(target, self._catchup.stream)
+        return all(one.sync_id != state.sync_id for one in states.values())
 
     @contextmanager
     def _noted(self, request: SyncRequest) -> Iterator[None]:
@@ -253,7 +300,9 @@ class TableSync:
 
     def _copy(self, request: SyncRequest, state: TableState) -> None:
         settings, name = self._settings, (state.schema, state.name)
-        table = self._target_table(name)
+        self._target_table(name)
+        if self._has_ddl:
+            state = replace(state, source_oid=self._await_table(request, state))
         if self._setup.plugin == "pgoutput":
             publish_table(
                 settings.source,
@@ -282,6 +331,9 @@ class TableSync:
         ):
             failpoint.hit("sync.snapshot")
             look(snapshot.id)
+            if self._has_ddl:
+                self._await_structure(request, state, snapshot.lsn)
+            table = self._target_table(name)
             task = TableCopy(
                 settings.source,
                 settings.target,
@@ -292,10 +344,7 @@ class TableSync:
                 self._setup.encoding,
                 table,
                 copy_statements(
-                    snapshot.tables,
-                    table,
-                    settings.left.columns.get(name, frozenset()),
-                    settings.left.where.get(name, ""),
+                    snapshot.tables, table, name, settings.left, is_strict=settings.is_strict
                 ),
             )
             self._tell(request, f"copies it as of {render_lsn(snapshot.lsn)}")
@@ -305,6 +354,36 @@ class TableSync:
                 raise outcome.error
         requests.note_copied(self._sentinel, request.id, snapshot.lsn, outcome.rows)
         log.info("%s: copied %d rows as of %s", state.label, outcome.rows, render_lsn(snapshot.lsn))
+
+    def _await_table(self, request: SyncRequest, state: TableState) -> int:
+        """The OID of the table that the source has by this name; what became of it there, if it has
+        none, comes with the stream."""
+        while not has_table(self._settings.source, (state.schema, state.name)):
+            self._tell(request, "waits for the stream to say what became of it")
+            self._wait_for_stream(state)
+        return find_table(self._settings.source, (state.schema, state.name))
+
+    def _await_structure(self, request: SyncRequest, state: TableState, lsn: int) -> None:
+        """Until the target's table is what the source's was at a position: all DDL up to there is
+        replayed. DDL after it would end this copy."""
+        self._tell(request, f"waits for the stream to come to {render_lsn(lsn)}")
+        while True:
+            # In this order: what was complete then is in the spool that is looked at afterwards.
+            complete = self._sentinel.read_source().complete_lsn or 0
+            position = self._catchup.position
+            with closing(self._catchup.worker_of(state.schema, state.name).open_spool()) as spool:
+                is_behind = spool.plan(position, 1, lsn) is not None
+            if position >= lsn or (complete >= lsn and not is_behind):
+                return
+            self._wait_for_stream(state)
+
+    def _wait_for_stream(self, state: TableState) -> None:
+        if self._stop.wait(STREAM_POLL_SECONDS):
+            raise _Stopped
+        if self._is_superseded(state):
+            raise _Superseded
+        if not self._sentinel.read().apply:
+            raise ConnectionLost("the stream is paused", sqlstate=None)
 
     @contextmanager
     def _as_copying(self, sync_id: str) -> Iterator[None]:

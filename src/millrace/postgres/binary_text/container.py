@@ -29,15 +29,10 @@ _BOUND_IS_QUOTED = re.compile(f'[{_SPACE}"\\\\()\\[\\],]')
 
 def array_renderer(element: Render, element_oid: int, delimiter: str) -> Render:
     """The renderer of arrays of one type."""
-    is_quoted = re.compile(f'[{_SPACE}"\\\\{{}}{delimiter}]')
+    quoted = element_quoter(delimiter)
 
     def item(data: bytes | None, encoding: str) -> str:
-        if data is None:
-            return "NULL"
-        text = element(data, encoding)
-        if text and text.upper() != "NULL" and not is_quoted.search(text):
-            return text
-        return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+        return "NULL" if data is None else quoted(element(data, encoding))
 
     def render(data: bytes, encoding: str) -> str:
         dimensions, _, oid = struct.unpack_from(">iiI", data)
@@ -45,16 +40,33 @@ def array_renderer(element: Render, element_oid: int, delimiter: str) -> Render:
             raise ValueError(f"{dimensions} dimensions of type {oid}")
         bounds = list(struct.iter_unpack(">ii", data[12 : 12 + 8 * dimensions]))
         items = [item(one, encoding) for one in _iter_sized(data, 12 + 8 * dimensions)]
-        lengths = [length for length, _ in bounds]
-        if (math.prod(lengths) if lengths else 0) != len(items):
-            raise ValueError(f"{len(items)} elements")
-        body = _nested(iter(items), lengths, delimiter) if items else "{}"
-        if all(lower == 1 for _, lower in bounds):
-            return body
-        ranges = "".join(f"[{lower}:{lower + length - 1}]" for length, lower in bounds)
-        return f"{ranges}={body}"
+        return render_array(items, bounds, delimiter)
 
     return render
+
+
+def element_quoter(delimiter: str) -> Callable[[str], str]:
+    """How elements are quoted in arrays of types with this delimiter."""
+    is_quoted = re.compile(f'[{_SPACE}"\\\\{{}}{re.escape(delimiter)}]')
+
+    def quoted(text: str) -> str:
+        if text and text.upper() != "NULL" and not is_quoted.search(text):
+            return text
+        return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+    return quoted
+
+
+def render_array(items: list[str], bounds: list[tuple[int, int]], delimiter: str) -> str:
+    """Quoted elements in their dimensions, which are given by (length, lower bound)."""
+    lengths = [length for length, _ in bounds]
+    if (math.prod(lengths) if lengths else 0) != len(items):
+        raise ValueError(f"{len(items)} elements")
+    body = _nested(iter(items), lengths, delimiter) if items else "{}"
+    if all(lower == 1 for _, lower in bounds):
+        return body
+    ranges = "".join(f"[{lower}:{lower + length - 1}]" for length, lower in bounds)
+    return f"{ranges}={body}"
 
 
 def vector_renderer(element: Render) -> Render:
@@ -74,24 +86,40 @@ def range_renderer(bound: Render) -> Render:
     def shown(data: bytes | None, encoding: str) -> str:
         if data is None:
             raise ValueError("a bound is NULL")
-        text = bound(data, encoding)
-        if text and not _BOUND_IS_QUOTED.search(text):
-            return text
-        return '"' + text.replace("\\", "\\\\").replace('"', '""') + '"'
+        return quote_bound(bound(data, encoding))
 
     def render(data: bytes, encoding: str) -> str:
         flags = data[0]
-        if flags & _EMPTY:
-            return "empty"
         bounds = [shown(one, encoding) for one in _iter_sized(data, 1)]
-        lower = "" if flags & _NO_LOWER else bounds.pop(0)
-        upper = "" if flags & _NO_UPPER else bounds.pop(0)
-        if bounds:
-            raise ValueError("too many bounds")
-        begin = "[" if flags & _LOWER_INCLUDED else "("
-        return f"{begin}{lower},{upper}{']' if flags & _UPPER_INCLUDED else ')'}"
+        return render_range(flags, bounds)
 
     return render
+
+
+def quote_bound(text: str) -> str:
+    """A bound of a range, or a column of a composite value."""
+    if text and not _BOUND_IS_QUOTED.search(text):
+        return text
+    return '"' + text.replace("\\", "\\\\").replace('"', '""') + '"'
+
+
+def has_bounds(flags: int) -> tuple[bool, bool]:
+    """Whether a range with these flags has a lower and an upper bound."""
+    is_empty = bool(flags & _EMPTY)
+    return not (is_empty or flags & _NO_LOWER), not (is_empty or flags & _NO_UPPER)
+
+
+def render_range(flags: int, bounds: list[str]) -> str:
+    """A range with the quoted bounds that it has."""
+    if flags & _EMPTY:
+        return "empty"
+    has_lower, has_upper = has_bounds(flags)
+    if len(bounds) != has_lower + has_upper:
+        raise ValueError(f"{len(bounds)} bounds")
+    lower = bounds[0] if has_lower else ""
+    upper = bounds[-1] if has_upper else ""
+    begin = "[" if flags & _LOWER_INCLUDED else "("
+    return f"{begin}{lower},{upper}{']' if flags & _UPPER_INCLUDED else ')'}"
 
 
 def multirange_renderer(one: Render) -> Render:

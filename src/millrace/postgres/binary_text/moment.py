@@ -32,12 +32,12 @@ def render_date(data: bytes, encoding: str) -> str:
 
 
 def render_time(data: bytes, encoding: str) -> str:
-    return _time(struct.unpack(">q", data)[0])
+    return render_clock(struct.unpack(">q", data)[0])
 
 
 def render_timetz(data: bytes, encoding: str) -> str:
     microseconds, west = struct.unpack(">qi", data)
-    return _time(microseconds) + _zone(west)
+    return render_clock(microseconds) + render_offset(west)
 
 
 def render_timestamp(data: bytes, encoding: str) -> str:
@@ -65,7 +65,7 @@ def render_interval(data: bytes, encoding: str) -> str:
             is_before = value < 0
     if microseconds or not parts:
         sign = "-" if microseconds < 0 else "+" if is_before else ""
-        parts.append(sign + _time(abs(microseconds)))
+        parts.append(sign + render_clock(abs(microseconds)))
     return " ".join(parts)
 
 
@@ -75,11 +75,19 @@ def _timestamp(data: bytes, zone: str) -> str:
         return "infinity" if microseconds > 0 else "-infinity"
     days, rest = divmod(microseconds, DAY_MICROSECONDS)
     date, era = _date(days)
-    return f"{date} {_time(rest)}{zone}{era}"
+    return f"{date} {render_clock(rest)}{zone}{era}"
 
 
 def _date(days: int) -> tuple[str, str]:
     """(date, " BC" or "")."""
+    year, month, day = civil_date(days)
+    if year <= 0:
+        return f"{1 - year:04}-{month:02}-{day:02}", " BC"
+    return f"{year:04}-{month:02}-{day:02}", ""
+
+
+def civil_date(days: int) -> tuple[int, int, int]:
+    """(year, month, day) of a number of days since 2000-01-01; before the year 1 is the year 0."""
     # A year that begins in March ends with the day that is not always there.
     era, day = divmod(days + DAYS_BEFORE_2000, ERA_DAYS)
     year = (day - day // 1460 + day // 36524 - day // (ERA_DAYS - 1)) // 365
@@ -87,13 +95,11 @@ def _date(days: int) -> tuple[str, str]:
     month = (5 * day + 2) // 153
     day -= (153 * month + 2) // 5 - 1
     year += 400 * era + (month >= 10)
-    month = month + 3 if month < 10 else month - 9
-    if year <= 0:
-        return f"{1 - year:04}-{month:02}-{day:02}", " BC"
-    return f"{year:04}-{month:02}-{day:02}", ""
+    return year, month + 3 if month < 10 else month - 9, day
 
 
-def _time(microseconds: int) -> str:
+def render_clock(microseconds: int) -> str:
+    """A time of the day, or of any number of hours."""
     seconds, fraction = divmod(microseconds, 1_000_000)
     minutes, seconds = divmod(seconds, 60)
     hours, minutes = divmod(minutes, 60)
@@ -101,7 +107,8 @@ def _time(microseconds: int) -> str:
     return f"{text}.{fraction:06}".rstrip("0") if fraction else text
 
 
-def _zone(west: int) -> str:
+def render_offset(west: int) -> str:
+    """A time zone by its seconds west of Greenwich."""
     minutes, seconds = divmod(abs(west), 60)
     hours, minutes = divmod(minutes, 60)
     text = f"{'-' if west > 0 else '+'}{hours:02}"

@@ -22,7 +22,7 @@ import numpy as np
 _HALFWAY_FROM: Final = 2.0**52
 _HALFWAY_FROM_SINGLE: Final = 2.0**22
 
-_NUMERIC_NAMES = {0xC000: "NaN", 0xD000: "Infinity", 0xF000: "-Infinity"}
+NUMERIC_NAMES = {0xC000: "NaN", 0xD000: "Infinity", 0xF000: "-Infinity"}
 _NEGATIVE = 0x4000
 _MAX_DIGITS = 17
 _MAX_DIGITS_SINGLE = 9
@@ -59,7 +59,7 @@ def render_float8(data: bytes, encoding: str) -> str:
 def render_double(value: float) -> str:
     """A float8."""
     if value != value or math.isinf(value):
-        return _render_special(value)
+        return render_special(value)
     shortest = repr(value)
     if abs(value) >= _HALFWAY_FROM:
         following = math.nextafter(abs(value), math.inf)
@@ -71,7 +71,7 @@ def render_double(value: float) -> str:
 def render_single(value: float) -> str:
     """A float4, given as the double that equals it."""
     if value != value or math.isinf(value):
-        return _render_special(value)
+        return render_special(value)
     single = np.float32(value)
     shortest = np.format_float_scientific(single, unique=True, trim="-")
     if abs(value) >= _HALFWAY_FROM_SINGLE:
@@ -81,7 +81,7 @@ def render_single(value: float) -> str:
     return _in_notation(shortest, value < 0 or shortest.startswith("-"), 6)
 
 
-def _render_special(value: float) -> str:
+def render_special(value: float) -> str:
     if value != value:
         return "NaN"
     return "Infinity" if value > 0 else "-Infinity"
@@ -125,9 +125,16 @@ def _in_notation(text: str, is_negative: bool, exponent_from: int) -> str:
 
 def render_numeric(data: bytes, encoding: str) -> str:
     count, weight, sign, scale = struct.unpack_from(">HhHH", data)
-    if sign in _NUMERIC_NAMES:
-        return _NUMERIC_NAMES[sign]
+    if sign in NUMERIC_NAMES:
+        return NUMERIC_NAMES[sign]
     digits = struct.unpack(f">{count}H", data[8:])
+    text = render_groups(digits, weight, scale)
+    return "-" + text if sign == _NEGATIVE else text
+
+
+def render_groups(digits: tuple[int, ...], weight: int, scale: int) -> str:
+    """The absolute value of a numeric: digits in base 10000, the first of which counts so many
+    times the power `weight` of it, with `scale` decimal digits after the point."""
     groups = "".join([f"{digit:04}" for digit in digits])
     # The number of decimal digits before the point.
     before = 4 * (weight + 1)
@@ -135,5 +142,4 @@ def render_numeric(data: bytes, encoding: str) -> str:
         whole, fraction = "0", "0" * -before + groups
     else:
         whole, fraction = groups[:before].ljust(before, "0").lstrip("0") or "0", groups[before:]
-    text = f"{whole}.{fraction[:scale].ljust(scale, '0')}" if scale else whole
-    return "-" + text if sign == _NEGATIVE else text
+    return f"{whole}.{fraction[:scale].ljust(scale, '0')}" if scale else whole

@@ -75,7 +75,7 @@ def render_inet(data: bytes, encoding: str) -> str:
     address = data[4:]
     if family not in _MAX_BITS or len(address) != size or 8 * size != _MAX_BITS[family]:
         raise ValueError(f"an address of {len(address)} bytes")
-    text = ".".join(map(str, address)) if family == _IPV4 else _render_ipv6(address)
+    text = render_address(address)
     return f"{text}/{bits}" if is_cidr or bits != _MAX_BITS[family] else text
 
 
@@ -93,6 +93,11 @@ def render_snapshot(data: bytes, encoding: str) -> str:
     (count,) = struct.unpack_from(">i", data)
     xmin, xmax, *running = struct.unpack(f">{2 + count}Q", data[4:])
     return f"{xmin}:{xmax}:{','.join(map(str, running))}"
+
+
+def render_address(address: bytes) -> str:
+    """4 bytes of IPv4 or 16 of IPv6, without the length of a network."""
+    return ".".join(map(str, address)) if len(address) == 4 else _render_ipv6(address)
 
 
 def _render_ipv6(address: bytes) -> str:

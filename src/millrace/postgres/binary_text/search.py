@@ -34,14 +34,16 @@ def render_tsvector(data: bytes, encoding: str) -> str:
         (positions,) = struct.unpack_from(">H", data, at)
         words = struct.unpack_from(f">{positions}H", data, at + 2)
         at += 2 + 2 * positions
-        places = ",".join(_place(word) for word in words)
+        places = ",".join(render_place(word) for word in words)
         parts.append(f"{lexeme}:{places}" if places else lexeme)
     _check_end(data, at)
     return " ".join(parts)
 
 
 @dataclass(frozen=True)
-class _Term:
+class Term:
+    """A part of a query, as text, and its outermost operator."""
+
     text: str
     operator: int = 0
 
@@ -57,12 +59,12 @@ class _Term:
 def render_tsquery(data: bytes, encoding: str) -> str:
     (count,) = struct.unpack_from(">i", data)
     at = 4
-    items: list[_Term | tuple[int, int]] = []
+    items: list[Term | tuple[int, int]] = []
     for _ in range(count):
         if data[at] == 1:
             weights, is_prefix = struct.unpack_from(">B?", data, at + 1)
             lexeme, at = _lexeme(data, at + 3, encoding)
-            items.append(_Term(lexeme + _restriction(weights, is_prefix)))
+            items.append(Term(lexeme + render_restriction(weights, is_prefix)))
         else:
             operator, distance = data[at + 1], 0
             at += 2
@@ -71,31 +73,31 @@ def render_tsquery(data: bytes, encoding: str) -> str:
                 at += 2
             items.append((operator, distance))
     _check_end(data, at)
-    return _infix(items)
+    return render_infix(items)
 
 
-def _infix(items: list[_Term | tuple[int, int]]) -> str:
+def render_infix(items: list[Term | tuple[int, int]]) -> str:
     """Read backwards, operands come before their operator."""
-    stack: list[_Term] = []
+    stack: list[Term] = []
     for item in reversed(items):
-        if isinstance(item, _Term):
+        if isinstance(item, Term):
             stack.append(item)
             continue
         operator, distance = item
         right = stack.pop()
         if operator == _NOT:
-            stack.append(_Term("!" + right.inside(_NOT, is_right=False), _NOT))
+            stack.append(Term("!" + right.inside(_NOT, is_right=False), _NOT))
             continue
         left = stack.pop()
         sign = {_AND: "&", _OR: "|"}.get(operator) or ("<->" if distance == 1 else f"<{distance}>")
         parts = (left.inside(operator, is_right=False), right.inside(operator, is_right=True))
-        stack.append(_Term(f" {sign} ".join(parts), operator))
+        stack.append(Term(f" {sign} ".join(parts), operator))
     if len(stack) > 1:
         raise ValueError("operands without an operator")
     return stack[0].text if stack else ""
 
 
-def _restriction(weights: int, is_prefix: bool) -> str:
+def render_restriction(weights: int, is_prefix: bool) -> str:
     letters = "*" if is_prefix else ""
     letters += "".join(
         letter for bit, letter in ((8, "A"), (4, "B"), (2, "C"), (1, "D")) if weights & bit
@@ -107,10 +109,14 @@ def _lexeme(data: bytes, at: int, encoding: str) -> tuple[str, int]:
     """(quoted, where it ends)."""
     end = data.index(b"\0", at)
     text = data[at:end].decode(encoding)
-    return "'" + text.replace("\\", "\\\\").replace("'", "''") + "'", end + 1
+    return quote_lexeme(text), end + 1
 
 
-def _place(word: int) -> str:
+def quote_lexeme(text: str) -> str:
+    return "'" + text.replace("\\", "\\\\").replace("'", "''") + "'"
+
+
+def render_place(word: int) -> str:
     return f"{word & (1 << _POSITION_BITS) - 1}{_WEIGHTS[word >> _POSITION_BITS]}"
 
 

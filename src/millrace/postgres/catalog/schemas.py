@@ -12,6 +12,8 @@ from typing import Final
 # Where runs and streams keep their tables on the target; see millrace.postgres.own_schema.
 OWN_SCHEMA: Final = "millrace"
 OWN_COMMENT: Final = "made by millrace"
+# Of our schema on a source: what DDL was captured there; see millrace.ddl.capture.
+DDL_TABLE: Final = (OWN_SCHEMA, "sql_ddl_statements")
 # That of older releases.
 _RECORD_COMMENT: Final = "records of a running millrace; dropped when it is done"
 # For a pg_namespace that the query calls n.

@@ -17,6 +17,11 @@ columns what it is itself; all texts end with a zero byte:
     root:4  keys:2  is_condition_known:1  is_rehashed:1  schema  name  condition  key*
     key = columns:2  name*
 
+One whose columns have types of the users' own gets their names, before that. No root has the OID 0:
+
+    0:4  types:2  type*
+    type = oid:4  schema  name
+
 Facts: PostgreSQL documentation, "Streaming Replication Protocol" and "Logical Replication Message
 Formats"; src/backend/replication/logical/proto.c.
 """
@@ -24,8 +29,8 @@ Formats"; src/backend/replication/logical/proto.c.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -245,6 +250,9 @@ class RelationColumn:
     type_oid: int
     type_modifier: int
     is_key: bool
+    # Schema and name of a type of the users' own, of a domain those of what it is based on; None
+    # for the server's types, and where nobody said.
+    type_name: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -392,13 +400,48 @@ def decode_relation(message: bytes, encoding: str = "utf-8") -> RelationVersion:
         column = reader.take_name(encoding)
         type_oid, modifier = reader.take(">Ii")
         columns.append(RelationColumn(column, type_oid, modifier, bool(flags & 1)))
-    partition = None if reader.is_at_end else _decode_partition(reader, encoding)
+    (root_oid,) = (0,) if reader.is_at_end else reader.take(">I")
+    if not root_oid and not reader.is_at_end:
+        columns = _with_types(columns, _decode_types(reader, encoding))
+        (root_oid,) = (0,) if reader.is_at_end else reader.take(">I")
+    partition = _decode_partition(reader, root_oid, encoding) if root_oid else None
     reader.end()
     return RelationVersion(oid, schema, name, identity.decode("latin-1"), tuple(columns), partition)
 
 
-def _decode_partition(reader: _Reader, encoding: str) -> Partition:
-    root_oid, key_count, is_condition_known, is_rehashed = reader.take(">IH??")
+def decode_type(message: bytes, encoding: str = "utf-8") -> tuple[int, tuple[str, str]]:
+    """The OID of a type, and its schema and name; of a domain those of what it is based on."""
+    reader = _Reader(message, b"Y", "Type")
+    (oid,) = reader.take(">I")
+    name = reader.take_name(encoding) or "pg_catalog", reader.take_name(encoding)
+    reader.end()
+    return oid, name
+
+
+def with_type_names(
+    relation: RelationVersion, names: Mapping[int, tuple[str, str]]
+) -> RelationVersion:
+    """The relation, with what is known of its types."""
+    return replace(relation, columns=tuple(_with_types(relation.columns, names)))
+
+
+def _with_types(
+    columns: Iterable[RelationColumn], names: Mapping[int, tuple[str, str]]
+) -> list[RelationColumn]:
+    return [replace(column, type_name=names.get(column.type_oid)) for column in columns]
+
+
+def _decode_types(reader: _Reader, encoding: str) -> dict[int, tuple[str, str]]:
+    (count,) = reader.take(">H")
+    names = {}
+    for _ in range(count):
+        (oid,) = reader.take(">I")
+        names[oid] = reader.take_name(encoding), reader.take_name(encoding)
+    return names
+
+
+def _decode_partition(reader: _Reader, root_oid: int, encoding: str) -> Partition:
+    key_count, is_condition_known, is_rehashed = reader.take(">H??")
     schema, name = reader.take_name(encoding), reader.take_name(encoding)
     condition = reader.take_name(encoding)
     keys = []
@@ -460,8 +503,20 @@ def encode_relation(relation: RelationVersion, encoding: str = "utf-8") -> bytes
     for column in relation.columns:
         parts.append(bytes([column.is_key]) + column.name.encode(encoding) + b"\0")
         parts.append(struct.pack(">Ii", column.type_oid, column.type_modifier))
+    parts.append(_encode_types(relation.columns, encoding))
     if relation.partition is not None:
         parts.append(_encode_partition(relation.partition, encoding))
+    return b"".join(parts)
+
+
+def _encode_types(columns: Iterable[RelationColumn], encoding: str) -> bytes:
+    names = {column.type_oid: column.type_name for column in columns if column.type_name}
+    if not names:
+        return b""
+    parts = [struct.pack(">IH", 0, len(names))]
+    for oid, both in names.items():
+        parts.append(struct.pack(">I", oid))
+        parts += [name.encode(encoding) + b"\0" for name in both]
     return b"".join(parts)
 
 

@@ -16,6 +16,8 @@ Facts: wal2json.c, pg_decode_write_tuple() and pg_decode_write_value().
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterable
 from typing import Any
 
 from millrace.errors import ConfigError
@@ -43,6 +45,17 @@ OPTIONS = {
 }
 # Since 2.6.
 NUMBERS_AS_STRINGS = "numeric-data-types-as-string"
+# Of the names in this option, these are escaped.
+LEFT_OUT = "filter-tables"
+_SPECIAL = re.compile(r"[ ',.*\\]")
+
+
+def render_tables(names: Iterable[tuple[str, str]]) -> str:
+    """Tables whose rows are not to be sent, as the plugin reads them."""
+    return ",".join(
+        ".".join(_SPECIAL.sub(lambda match: f"\\{match[0]}", part) for part in name)
+        for name in sorted(names)
+    )
 
 
 def parse_message(text: str) -> ChangeText:

@@ -167,6 +167,28 @@ def dump_schema(
     return Archive(path, tools)
 
 
+def dump_statistics(
+    tools: Installation, source: Dsn, snapshot: str | None, path: Path, *, role: str = "schema"
+) -> None:
+    """The planner's statistics as statements (pg_dump 18); the file is there when it is whole."""
+    draft = path.with_suffix(f".{secrets.token_hex(4)}.partial")
+    command = [
+        str(tools.bindir / "pg_dump"),
+        "--statistics-only",
+        f"--exclude-schema={OWN_SCHEMA}",
+        f"--lock-wait-timeout={LOCK_TIMEOUT}",
+        f"--file={draft}",
+        f"--dbname={source.public_conninfo()}",
+    ]
+    if snapshot is not None:
+        command.append(f"--snapshot={snapshot}")
+    try:
+        _run(command, "dumping the statistics of the source", source, role, file=draft)
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
 def _run_under_locks(
     command: list[str], source: Dsn, role: str, draft: Path
 ) -> subprocess.CompletedProcess[str]:

@@ -15,6 +15,7 @@ import re
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import psycopg
@@ -133,9 +134,9 @@ def resolve(dsn: Dsn) -> Dsn:
 
     Service files, passfiles and PG* variables are read once, here, by libpq.
     """
-    with connect(dsn, "resolve") as connection:
+    with connect(replace(dsn, settings={}), "resolve") as connection:
         info = connection.info
-        return resolved(info.get_parameters(), info.password)
+        return replace(resolved(info.get_parameters(), info.password), settings=dsn.settings)
 
 
 def server_encoding(connection: psycopg.Connection[Any]) -> str:

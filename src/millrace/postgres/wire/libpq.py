@@ -45,6 +45,19 @@ def execute(connection: PGconn, statements: str, what: str = "") -> list[PGresul
     return results
 
 
+def fetch(connection: PGconn, query: str) -> list[tuple[str | None, ...]]:
+    """The rows of the last of some queries, as text."""
+    result = execute(connection, query)[-1]
+    encoding = session_encoding(connection)
+    return [
+        tuple(
+            None if (value := result.get_value(row, column)) is None else value.decode(encoding)
+            for column in range(result.nfields)
+        )
+        for row in range(result.ntuples)
+    ]
+
+
 def session_encoding(connection: PGconn) -> str:
     """Python's name of the encoding of statements and results."""
     name = connection.parameter_status(b"client_encoding") or b"UTF8"

@@ -74,11 +74,7 @@ def require_slot(connection: Connection, name: str, plugin: str) -> SlotState:
     if state is None:
         raise slot_lost(name, "it does not exist")
     if state.is_lost:
-        raise slot_lost(
-            name,
-            "the source has removed WAL that it needs"
-            f" ({state.invalidation_reason or state.wal_status})",
-        )
+        raise slot_lost(name, _why_lost(state))
     if state.plugin != plugin:
         raise ConfigError(
             f"replication slot {name} was made for plugin {state.plugin}, not {plugin}",
@@ -91,6 +87,13 @@ def require_slot(connection: Connection, name: str, plugin: str) -> SlotState:
             hint="choose another --slot-name: slots belong to the whole server",
         )
     return state
+
+
+def _why_lost(state: SlotState) -> str:
+    if state.invalidation_reason == "idle_timeout":  # 18+
+        return "nobody read it for longer than the source's idle_replication_slot_timeout"
+    reason = state.invalidation_reason or state.wal_status
+    return f"the source has removed WAL that it needs ({reason})"
 
 
 def _require_ready(connection: Connection, name: str, state: SlotState | None) -> None:

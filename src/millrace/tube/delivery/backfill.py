@@ -45,6 +45,8 @@ class BackfillRunner:
         # (partition, seq) of control pods whose backfill is done.
         self._done: list[tuple[int, int]] = []
         self._not_before = 0.0
+        # Whether the last one has to wait until what another one wrote is delivered.
+        self.waits_for_turn = False
         # Errors in a row that may go away by themselves.
         self._failed = 0
         # Why the last one that failed did so.
@@ -100,12 +102,14 @@ class BackfillRunner:
     def _work(self, partition: int, seq: int, table: TubeTable, order_col: str | None) -> None:
         try:
             self._run(table, order_col)
+            self.waits_for_turn = False
             if not self._stop.is_set():
                 self._done.append((partition, seq))
                 self.failure, self._failed = None, 0
         except MillraceError as error:
             self._not_before = time.monotonic() + PAUSE_SECONDS
-            if error.facts.get("sqlstate") == _IN_USE:
+            self.waits_for_turn = error.facts.get("sqlstate") == _IN_USE
+            if self.waits_for_turn:
                 # Perhaps the one that a killed worker was at. What it wrote is delivered first.
                 self._not_before = time.monotonic() + TURN_SECONDS
             elif is_transient(error) and self._failed < ATTEMPTS:

@@ -23,7 +23,9 @@ from pyarrow import csv
 from millrace.errors import ConfigError, FormatError, MillraceError
 from millrace.postgres.quote import literal
 from millrace.postgres.sql_text import find_parameters
+from millrace.postgres.wire.connect import server_error
 from millrace.postgres.wire.libpq import copy_out
+from millrace.retry import is_transient_code
 from millrace.sink.document import JSON_KEY, DocumentBatch, Version, id_of, key_of
 from millrace.tube.delivery.tube import Connection, TubeTable
 
@@ -141,8 +143,8 @@ class SqlEnrichment:
                 f"SELECT * FROM ({self._keys.statement(())}) AS enrichment LIMIT 0".encode()
             )
         except psycopg.Error as error:
-            if error.diag.message_primary is None:
-                raise
+            if is_transient_code(error.sqlstate):
+                raise server_error(error, f"enriching {self._table.label}") from error
             raise ConfigError(
                 f"the enrichment of {self._table.label} does not compile:"
                 f" {error.diag.message_primary}",

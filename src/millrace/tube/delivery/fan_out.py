@@ -1,16 +1,22 @@
 """From touches of one table to documents of another.
 
-Invariant: a parent is enriched if any of its children was touched, in the shard of that touch.
+Invariant: a parent is enriched if any of its children was touched, in the shard of that touch. The
+parent is looked up after the write: that of a row that was deleted, or had another one before, is
+not found. Such a table is attached with the parent's key as its key, and needs no fan-out; whoever
+does otherwise is told.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 
 from millrace.errors import ConfigError
 from millrace.postgres.wire.connect import translated
 from millrace.tube.delivery.enrich import SqlKeys
 from millrace.tube.delivery.tube import Connection, TubeTable
+
+log = logging.getLogger(__name__)
 
 _COLUMNS = 2
 
@@ -25,6 +31,7 @@ class FanOut:
         self._table = table
 
         self.parent_type = self._find_type()
+        self._told = False
 
     def _find_type(self) -> str:
         """Of the parent's key, as SQL writes it."""
@@ -43,7 +50,16 @@ class FanOut:
         return str(row[0])
 
     def parents(self, shards: dict[str, int]) -> dict[str, int]:
-        return {parent: shards[child] for child, parent in self.pairs(shards)}
+        pairs = self.pairs(shards)
+        if not self._told and not shards.keys() <= {child for child, _ in pairs}:
+            log.warning(
+                "%s: rows were touched that lead to no parent; if they were deleted, or moved to"
+                " another parent, the document of the old one stays as it was: attach the table"
+                " with the parent's key as its --key, without a fan-out",
+                self._table.label,
+            )
+            self._told = True
+        return {parent: shards[child] for child, parent in pairs}
 
     def pairs(self, children: Iterable[str]) -> list[tuple[str, str]]:
         """(key of the child, key of the parent)."""

@@ -56,7 +56,13 @@ class TubeMetrics(Collector):
         self.registry.register(self)
 
     def update(self, state: TubeState) -> None:
-        self._states[state.tube] = state
+        if state.tube in self._states:
+            self._states[state.tube] = state
+
+    def rearrange(self, tubes: Sequence[str]) -> None:
+        """These are served from now on; one that is new is not ready before it was looked at."""
+        known = self._states
+        self._states = {tube: known.get(tube, TubeState(tube)) for tube in tubes}
 
     def collect(self) -> Iterator[Metric]:
         known = [one for one in self._states.values() if one.looked_at is not None]

@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -20,7 +20,7 @@ from millrace.postgres.wire.connect import translated
 from millrace.tube.delivery.plan import Delivery
 from millrace.tube.delivery.report import WorkerCounts
 from millrace.tube.delivery.traffic import Traffic, listen, receive
-from millrace.tube.delivery.tube import Connection, open_reader
+from millrace.tube.delivery.tube import Connection, find_tube, open_reader
 
 log = logging.getLogger(__name__)
 
@@ -90,6 +90,12 @@ class Observer:
         self.is_listening = threading.Event()
 
     def run(self) -> None:
+        try:
+            self._run()
+        finally:
+            self.is_listening.set()  # whoever waits for that must not wait for ever
+
+    def _run(self) -> None:
         while not self.stop.is_set():
             try:
                 with open_reader(self._delivery.source, self._delivery.tube) as session:
@@ -102,20 +108,22 @@ class Observer:
             self.stop.wait(LOOK_SECONDS)
 
     def _keep_looking(self, session: Connection) -> None:
+        wanted = self._delivery.schema or None
+        schema = find_tube(session, self._delivery.tube, wanted).schema
         with translated("listening to workers"):
             listen(session)
         self.is_listening.set()
         while not self.stop.is_set():
             began = time.monotonic()
-            self._on_look(self._look(session))
+            self._on_look(self._look(session, schema))
             self._told = ""
             until = time.monotonic() + max(LOOK_SECONDS, _REST_FACTOR * (time.monotonic() - began))
             while time.monotonic() < until and not self.stop.is_set():
                 with translated("listening to workers"):
                     receive(session, self._traffic, _STOP_SECONDS)
 
-    def _look(self, session: Connection) -> TubeState:
-        schema, tube = self._delivery.schema, self._delivery.tube
+    def _look(self, session: Connection, schema: str) -> TubeState:
+        tube = self._delivery.tube
         shards = read_shards(session, schema, tube)
         here = ident(schema)
         with translated("counting dead letters"):
@@ -129,25 +137,48 @@ class Observer:
         return TubeState(tube, shards, row[0] if row else 0, counts, rates, time.monotonic())
 
 
+class Observers:
+    """Of several tubes, each looked at in a thread of its own."""
+
+    def __init__(self, on_look: Callable[[TubeState], None]) -> None:
+        self._on_look = on_look
+        self._running: dict[str, tuple[Delivery, Observer, threading.Thread]] = {}
+
+    def rearrange(self, deliveries: Sequence[Delivery]) -> None:
+        """From now on these are looked at; when it returns, no report of their workers is
+        missed."""
+        wanted = {one.tube: one for one in deliveries}
+        self._end([name for name, one in self._running.items() if wanted.get(name) != one[0]])
+        begun = [self._begin(one) for name, one in wanted.items() if name not in self._running]
+        for observer in begun:
+            observer.is_listening.wait()
+
+    def close(self) -> None:
+        self._end(list(self._running))
+
+    def _begin(self, delivery: Delivery) -> Observer:
+        observer = Observer(delivery, self._on_look)
+        thread = threading.Thread(target=observer.run, name="tube observer", daemon=True)
+        self._running[delivery.tube] = delivery, observer, thread
+        thread.start()
+        return observer
+
+    def _end(self, tubes: Sequence[str]) -> None:
+        for tube in tubes:
+            self._running[tube][1].stop.set()
+        for tube in tubes:
+            self._running.pop(tube)[2].join()
+
+
 @contextmanager
 def observed(
     deliveries: Sequence[Delivery], on_look: Callable[[TubeState], None]
-) -> Iterator[None]:
+) -> Iterator[Observers]:
     """While the block runs, `on_look` is called every few seconds with each tube's state, from
     other threads. The block begins when reports of workers can't be missed any more."""
-    with ExitStack() as opened:
-        for delivery in deliveries:
-            opened.enter_context(_observing(Observer(delivery, on_look)))
-        yield
-
-
-@contextmanager
-def _observing(observer: Observer) -> Iterator[None]:
-    thread = threading.Thread(target=observer.run, name="tube observer", daemon=True)
-    thread.start()
+    observers = Observers(on_look)
     try:
-        observer.is_listening.wait()
-        yield
+        observers.rearrange(deliveries)
+        yield observers
     finally:
-        observer.stop.set()
-        thread.join()
+        observers.close()

@@ -37,6 +37,8 @@ class DeliveryLimits:
     # Pauses between looks at an empty partition.
     least_pause_seconds: float = 0.01
     most_pause_seconds: float = 0.25
+    # How long a source or sink that is away is waited for, if the delivery ends at an empty tube.
+    away_seconds: float = 60.0
     # Rows of a page of a backfill, and the pause after each.
     page_rows: int = 20_000
     page_pause_seconds: float = 0.0

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection
 from datetime import datetime
+from itertools import count
 from typing import Any, NamedTuple
 
 import psycopg
@@ -45,52 +46,85 @@ class Pod(NamedTuple):
     def is_control(self) -> bool:
         return not self.keys and self.payload is not None
 
+    @property
+    def asks_for_backfill(self) -> bool:
+        """Of its table: it was scheduled, or touches were lost."""
+        return (self.payload or {}).get("type") in ("backfill_schedule", "lost")
 
-def fetch_pods(
-    connection: Connection,
-    tube: Tube,
-    partition: int,
-    limit: int,
-    *,
-    after: int | None = None,
-    without: Collection[int] = (),
-    without_tables: Collection[int] = (),
-) -> list[Pod]:
-    """The next pods of a partition, but for incremental ones up to a number, for these, and for
-    those of these tables."""
-    ours = "true" if after is None else f"(op = 'B', seq) > (false, {after})"
-    if without:
-        ours += f" AND seq <> ALL ('{{{','.join(map(str, without))}}}')"
-    if without_tables:
-        ours += f" AND (tbl <> ALL ('{{{','.join(map(str, without_tables))}}}')) IS NOT FALSE"
-    # It also says whether the tube still has these partitions, and so is asked each time.
-    asked = (
-        f"SELECT {ident(tube.schema)}.tube_fetch_sql("
-        f"{literal(tube.name)}, {tube.partitions}, {partition})"
-    )
-    with _checked(tube, "reading pods"):
-        if partition not in tube.fetch_sql:
-            row = connection.execute(asked.encode()).fetchone()
-            assert row is not None
-            tube.fetch_sql[partition] = row[0]
-        cursor = connection.execute(
-            f"{_IN_ORDER} {asked};"
-            " SELECT seq, op, shard, tbl, coalesce(keys, ids::text[]), payload, ts"
-            f" FROM ({tube.fetch_sql[partition]}) AS pods WHERE {ours} LIMIT {limit}".encode(),
+
+class PodReader:
+    """Reads pods through one session."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        # Statements that are prepared, by their text, with their names: planning the read of a
+        # partition takes the server four times as long as the read of an empty one.
+        self._prepared: dict[str, str] = {}
+        # No name is used twice: a statement stays prepared when the rest of its message fails.
+        self._names = count()
+
+    def fetch(
+        self,
+        tube: Tube,
+        partition: int,
+        limit: int,
+        *,
+        after: int | None = None,
+        without: Collection[int] = (),
+        without_tables: Collection[int] = (),
+    ) -> list[Pod]:
+        """The next pods of a partition, but for incremental ones up to a number, for these, and for
+        those of these tables."""
+        ours = "" if after is None else f"AND (op = 'B', seq) > (false, {after})"
+        if without:
+            ours += f" AND seq <> ALL ('{{{','.join(map(str, without))}}}')"
+        if without_tables:
+            ours += f" AND (tbl <> ALL ('{{{','.join(map(str, without_tables))}}}')) IS NOT FALSE"
+        # It also says whether the tube still has these partitions, and so is asked each time.
+        asked = (
+            f"SELECT {ident(tube.schema)}.tube_fetch_sql("
+            f"{literal(tube.name)}, {tube.partitions}, {partition})"
         )
+        with _checked(tube, "reading pods"):
+            if partition not in tube.fetch_sql:
+                row = self._connection.execute(asked.encode()).fetchone()
+                assert row is not None
+                tube.fetch_sql[partition] = row[0]
+            query = (
+                "SELECT seq, op, shard, tbl, coalesce(keys, ids::text[]), payload, ts"
+                f" FROM ({tube.fetch_sql[partition]}) AS pods WHERE true {ours} LIMIT"
+            )
+            rows = self._rows(f"{_IN_ORDER} {asked};", query, limit, is_kept=not ours)
+        return [Pod(seq, op, shard, tbl, tuple(k), p, at) for seq, op, shard, tbl, k, p, at in rows]
+
+    def _rows(self, first: str, query: str, limit: int, *, is_kept: bool) -> list[tuple[Any, ...]]:
+        """What a query returns, after other statements in the same message."""
+        if not is_kept:
+            return self._last_rows(f"{first} {query} {limit}")
+        name = self._prepared.get(query)
+        if name is None:
+            name = f"tube_pods_{next(self._names)}"
+            first += f" PREPARE {name} (bigint) AS {query} $1;"
+        rows = self._last_rows(f"{first} EXECUTE {name} ({limit})")
+        self._prepared[query] = name
+        return rows
+
+    def _last_rows(self, statements: str) -> list[tuple[Any, ...]]:
+        cursor = self._connection.execute(statements.encode())
         while cursor.nextset():
             pass
-        rows = cursor.fetchall()
-    return [Pod(seq, op, shard, tbl, tuple(k), p, at) for seq, op, shard, tbl, k, p, at in rows]
+        return cursor.fetchall()
 
 
 def delete_pods(connection: Connection, tube: Tube, partition: int, seqs: Collection[int]) -> None:
-    """What is delivered is gone."""
+    """What is delivered is gone. Nobody waits for the disk: what a crash brings back is delivered
+    again, with a newer version."""
     if not seqs:
         return
     with _checked(tube, "deleting pods"):
         connection.execute(
-            f"SELECT {ident(tube.schema)}.tube_pods_delete(%s, %s, %s, %s::bigint[])".encode(),
+            "SELECT set_config('synchronous_commit', 'off', true),"
+            f" {ident(tube.schema)}.tube_pods_delete(%s, %s, %s, %s::bigint[])".encode(),
             (tube.name, tube.partitions, partition, "{" + ",".join(map(str, seqs)) + "}"),
         )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
@@ -158,14 +159,20 @@ def _keep_serving(
 ) -> bool:
     has_spread = False
     pause = _FIRST_PAUSE_SECONDS
+    patience = task.delivery.limits.away_seconds
+    gives_up_at = float("inf")
     while not over.is_set():
+        began = time.monotonic()
         try:
             outcome = engine.call(serve, task, f"tube {task.delivery.tube} worker {task.number}")
         except MillraceError as error:
             if over.is_set():
                 return has_spread
-            is_final = task.delivery.until_empty and not is_transient(error)
-            if is_final or isinstance(error, _FINAL):
+            now = time.monotonic()
+            if now - began > patience or pause == _FIRST_PAUSE_SECONDS:
+                gives_up_at = now + patience  # it had worked
+            is_final = not is_transient(error) or now >= gives_up_at
+            if (task.delivery.until_empty and is_final) or isinstance(error, _FINAL):
                 raise
             log.warning("worker %d: %s; sent again in %.1f s", task.number, error, pause)
             over.wait(pause)

@@ -139,7 +139,7 @@ class _LiveRuns:
         raise_together([(tube, one) for tube, one in found if isinstance(one, MillraceError)])
 
 
-def raise_together(errors: Sequence[tuple[str, MillraceError]]) -> None:
+def raise_together(errors: Sequence[tuple[str, MillraceError]], done: str = "delivered") -> None:
     """One error for those of several tubes; its kind is that of the first."""
     if not errors:
         return
@@ -148,7 +148,7 @@ def raise_together(errors: Sequence[tuple[str, MillraceError]]) -> None:
         raise first
     _, lines = render_problems([Problem(f"tube {t}", e.message, e.hint) for t, e in errors])
     raise type(first)(
-        f"tubes can't be delivered:\n{lines}",
+        f"tubes can't be {done}:\n{lines}",
         hint="fix them, then run the same command again",
         problems=[{"tube": tube, **error.to_dict()} for tube, error in errors],
     )

@@ -15,9 +15,10 @@ from typing import Any
 import psycopg
 
 from millrace.config.dsn import Dsn
-from millrace.errors import ConfigError, NoSuchTube, TubeLost
+from millrace.errors import TubeLost
 from millrace.postgres.quote import ident, qualified
 from millrace.postgres.wire.connect import connect, translated
+from millrace.tube.install import find_schema
 
 Connection = psycopg.Connection[tuple[Any, ...]]
 
@@ -88,47 +89,15 @@ class Tube:
 def open_reader(source: Dsn, tube: str) -> Iterator[Connection]:
     """A session for pods and enrichments, with the search path that its user would have."""
     with connect(source, f"tube {tube}") as session:
-        session.execute("SET search_path TO DEFAULT")
+        with translated("opening a session"):
+            session.execute("SET search_path TO DEFAULT")
         yield session
-
-
-def find_schemas(connection: Connection) -> list[str]:
-    """The schemas of a database into which tubes were installed."""
-    rows = connection.execute(
-        "SELECT n.nspname FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace"
-        " WHERE c.relname = '_tube_tubes' AND c.relkind = 'r' ORDER BY 1"
-    ).fetchall()
-    return [row[0] for row in rows]
 
 
 def find_tube(connection: Connection, name: str, schema: str | None = None) -> Tube:
     """The tube of this name, wherever it was installed."""
     with translated("looking for the tube"):
-        schemas = find_schemas(connection)
-        if not schemas:
-            raise ConfigError(
-                "tubes are not installed in this database", hint="millrace tube install"
-            )
-        if schema is not None and schema not in schemas:
-            raise ConfigError(
-                f"tubes are not installed in schema {schema}",
-                hint=f"they are in: {', '.join(schemas)}",
-            )
-        found = [
-            one
-            for one in ([schema] if schema is not None else schemas)
-            if _has_tube(connection, one, name)
-        ]
-        if not found:
-            raise NoSuchTube(
-                f"there is no tube {name}", hint="`millrace tube list` shows those there are"
-            )
-        if len(found) > 1:
-            raise ConfigError(
-                f"there is a tube {name} in each of the schemas {', '.join(found)}",
-                hint="choose one with --schema",
-            )
-        return read_tube(connection, found[0], name)
+        return read_tube(connection, find_schema(connection, schema, name), name)
 
 
 def read_tube(connection: Connection, schema: str, name: str) -> Tube:
@@ -162,13 +131,4 @@ def read_tube(connection: Connection, schema: str, name: str) -> Tube:
             TubeTable(id_, in_schema, table, tuple(key), tuple(types), is_routed, shard)
             for id_, in_schema, table, key, types, is_routed, shard in tables
         ),
-    )
-
-
-def _has_tube(connection: Connection, schema: str, name: str) -> bool:
-    return bool(
-        connection.execute(
-            f"SELECT FROM {ident(schema)}._tube_tubes WHERE name = %s".encode(), (name,)
-        ).fetchone()
-        is not None
     )

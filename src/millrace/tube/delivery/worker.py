@@ -7,41 +7,38 @@ its keys were acknowledged by the sink, or are dead letters.
 Keys of a routed table may be in two partitions at once, when an update moves a row: each is locked
 on the source while it is in flight, and left for the next look if another worker has it. Pods of
 any other table are forwarded to the partition of its shard, if they are elsewhere.
-
-Nothing reaches a sink that the source could still lose: neither a row nor the number of a version.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
 from millrace import failpoint
 from millrace.errors import ConfigError, MillraceError
 from millrace.postgres.wire.connect import translated
-from millrace.retry import is_transient, iter_pauses
-from millrace.sink.document import Version
 from millrace.tube.delivery.backfill import BackfillRunner
-from millrace.tube.delivery.dead import bury, forget, tables_with_dead
+from millrace.tube.delivery.batch import cut, take
 from millrace.tube.delivery.epoch import draw_version, settle_epoch
 from millrace.tube.delivery.garbage import Collection, is_collection
 from millrace.tube.delivery.holds import Holds
-from millrace.tube.delivery.outlet import Outlet, open_outlet
 from millrace.tube.delivery.owner import give_up, try_own
 from millrace.tube.delivery.plan import Delivery
 from millrace.tube.delivery.pod import (
     Pod,
+    PodReader,
     TubeChanged,
     delete_pods,
-    fetch_pods,
     forward,
     rotate,
 )
 from millrace.tube.delivery.report import LeaseReporter, WorkerCounts
+from millrace.tube.delivery.resting import Rest, RestingTables
 from millrace.tube.delivery.tube import Tube, TubeTable, open_reader, read_tube
+from millrace.tube.delivery.writer import TableWriter
 
 log = logging.getLogger(__name__)
 
@@ -52,12 +49,6 @@ ROUTED_IDS = 500
 # Pods that are looked at together: from, and to.
 FEW_PODS = 100
 MANY_PODS = 20_000
-# How long a table is left alone whose sink is away.
-FIRST_REST_SECONDS = 0.5
-MOST_REST_SECONDS = 30.0
-# Errors that are not about an id, by the class of their SQLSTATE: what is written to, or read, is
-# not there or not allowed, or the server has no room.
-ABOUT_TABLES = ("28", "3D", "3F", "42", "53", "57")
 # Two looks that find nothing: what was written before the first is delivered.
 EMPTY_LOOKS = 2
 
@@ -89,17 +80,6 @@ def serve(task: WorkerTask, attempt: int) -> WorkerOutcome:
     return Worker(task).run()
 
 
-class _Rest(Exception):
-    """A table can't be delivered for now."""
-
-
-@dataclass(frozen=True)
-class _Resting:
-    until: float
-    pause: float
-    error: MillraceError
-
-
 @dataclass(frozen=True)
 class _Passed:
     seq: int
@@ -119,19 +99,14 @@ class Worker:
         self._should_stop = should_stop
         self.counts = WorkerCounts()
         self._reporter = LeaseReporter(task.delivery.schema, task.delivery.tube)
-        self._outlets: dict[int, Outlet] = {}
         # By partition and number of their control pod.
         self._collections: dict[tuple[int, int], Collection] = {}
-        # Tables whose sink is away, by id.
-        self._resting: dict[int, _Resting] = {}
         self._told = ""
         self._pod_limit = FEW_PODS
         # How many pods were delivered when drained storage was last truncated for want of work.
         self._rotated = 0
         # How far a backlog is delivered, by partition.
         self._passed: dict[int, _Passed] = {}
-        # Tables with dead letters, by id.
-        self._with_dead: set[int] = set()
         # Keys of the present batch that became dead letters.
         self._buried: set[str] = set()
         self._has_spread = False
@@ -144,12 +119,14 @@ class Worker:
             BackfillRunner(delivery) as backfills,
         ):
             self._reader, self._backfills, self._holds = reader, backfills, Holds(reader)
+            self._pods = PodReader(reader)
+            self._writer = TableWriter(reader, delivery, self.counts)
             settle_epoch(reader, delivery.schema)
             try:
                 return self._serve(time.monotonic() + self._task.lease_seconds)
             finally:
                 self._reporter.send(reader, is_last=True)
-                self._close_outlets()
+                self._writer.close()
 
     def _serve(self, until: float) -> WorkerOutcome:
         pause, empty = self._limits.least_pause_seconds, 0
@@ -177,8 +154,11 @@ class Worker:
             if self.counts.pods - self._rotated >= FEW_PODS:
                 rotate(self._reader, tube)
                 self._rotated = self.counts.pods
-            if self._delivery.until_empty and empty >= EMPTY_LOOKS and self._is_quiet():
-                return WorkerOutcome(self.counts, True, self._has_spread)
+            if self._delivery.until_empty and empty >= EMPTY_LOOKS:
+                if self._is_quiet():
+                    return WorkerOutcome(self.counts, True, self._has_spread)
+                if self._waits_for_others():
+                    return WorkerOutcome(self.counts, True, has_spread=True)
             time.sleep(pause)
             pause = min(2 * pause, self._limits.most_pause_seconds)
         return WorkerOutcome(self.counts, False, self._has_spread)
@@ -186,15 +166,27 @@ class Worker:
     def _is_quiet(self) -> bool:
         if self._backfills.failure is not None:
             raise self._backfills.failure
-        for resting in self._resting.values():
-            if not is_transient(resting.error):
-                raise resting.error  # the others are delivered
+        self._resting.raise_lasting(self._limits.away_seconds)  # the others are delivered
         return not self._collections and not self._resting and self._backfills.is_idle
+
+    def _waits_for_others(self) -> bool:
+        """Whether nothing is left to do before other partitions are served, whose workers may have
+        found them empty: a backfill waits until what the one before it wrote is delivered."""
+        return (
+            self._task.workers > 1
+            and self._backfills.waits_for_turn
+            and not self._collections
+            and not self._resting
+        )
+
+    @property
+    def _resting(self) -> RestingTables:
+        return self._writer.resting
 
     def _read_tube(self) -> Tube:
         with translated("reading the tube"):
             tube = read_tube(self._reader, self._delivery.schema, self._delivery.tube)
-            self._with_dead = tables_with_dead(self._reader, tube)
+            self._writer.look(tube)
         self._looked = time.monotonic()
         return tube
 
@@ -204,8 +196,7 @@ class Worker:
         if found.partitions != tube.partitions:
             raise TubeChanged(tube.name)
         for table in set(tube.tables) - set(found.tables):
-            self._close_outlet(table.id)
-            self._resting.pop(table.id, None)
+            self._writer.forget(table)
             self._holds.let_go_table(tube, table)
             # Begun again from their pods, with the table as it is now.
             self._collections = {
@@ -240,12 +231,12 @@ class Worker:
             tube = self._refresh(tube)
             waiting = [pod for pod in waiting if not self._is_resting(tube, pod)]
         ahead = [pod for pod in waiting if pod.op != "B"]
-        batch = _cut(ahead)
+        batch = cut(ahead)
         if batch:
             self._do(tube, partition, batch)
         if len(batch) < len(ahead) or self._collect(tube, partition):
             return True
-        behind = _cut(waiting[len(ahead) :])
+        behind = cut(waiting[len(ahead) :])
         if behind:
             self._do(tube, partition, behind)
         return bool(batch or behind)
@@ -269,7 +260,7 @@ class Worker:
             pod
             for pod in pods
             if not self._backfills.has(pod.seq)
-            and not (self._backfills.is_busy and _is_backfill(pod))
+            and not (self._backfills.is_busy and pod.asks_for_backfill)
             and not self._is_resting(tube, pod)
         ]
 
@@ -279,13 +270,12 @@ class Worker:
         deleted is still in the index while somebody holds a snapshot."""
         now = time.monotonic()
         fetch = partial(
-            fetch_pods,
-            self._reader,
+            self._pods.fetch,
             tube,
             partition,
             limit,
             without=[seq for at, seq in self._collections if at == partition],
-            without_tables=[id_ for id_, rest in self._resting.items() if now < rest.until],
+            without_tables=self._resting.ids(),
         )
         passed = self._passed.get(partition)
         if passed is not None and now < passed.until:
@@ -300,7 +290,7 @@ class Worker:
 
     def _deliver(self, tube: Tube, partition: int, pods: list[Pod]) -> None:
         """Pods up to the size of a batch, but for those with a key that is in flight elsewhere."""
-        taken, shards = _take(tube, pods, self._limits.batch_ids)
+        taken, shards = take(tube, pods, self._limits.batch_ids)
         held: set[tuple[int, str]] = set()
         for table, keys in shards.items():
             if not tube.is_at_home(table, partition):
@@ -309,7 +299,7 @@ class Worker:
                 continue
             try:
                 held |= {(table.id, key) for key in self._deliver_table(tube, table, keys)}
-            except _Rest:
+            except Rest:
                 held |= {(table.id, key) for key in keys}
         done = [
             pod
@@ -385,135 +375,18 @@ class Worker:
     def _write(
         self, tube: Tube, table: TubeTable, shards: dict[str, int], are_documents: bool
     ) -> None:
-        """All of them; what keeps failing is halved until an id fails alone."""
-        work = [shards]
-        while work:
-            part = work.pop()
-            try:
-                attempts = 1 if len(part) > 1 else self._limits.tries
-                self._try(tube, table, part, are_documents, attempts=attempts)
-            except MillraceError as error:
-                if isinstance(error, ConfigError) or is_transient(error):
-                    raise
-                if len(part) > 1:
-                    items = list(part.items())
-                    half = len(items) // 2
-                    work += [dict(items[half:]), dict(items[:half])]
-                    continue
-                ((key, shard),) = part.items()
-                log.error("tube %s: %s %s is given up: %s", tube.name, table.label, key, error)
-                bury(self._reader, tube, table, shard, key, self._limits.tries, str(error))
-                self._with_dead.add(table.id)
-                self._buried.add(key)
-                self.counts.dead += 1
-
-    def _try(
-        self,
-        tube: Tube,
-        table: TubeTable,
-        shards: dict[str, int],
-        are_documents: bool,
-        *,
-        attempts: int,
-    ) -> None:
-        pauses = iter_pauses(attempts)
-        while True:
-            is_open = False
-            try:
-                outlet = self._outlet(tube, table)
-                is_open = True
-                return self._write_once(tube, table, outlet, shards, are_documents)
-            except MillraceError as error:
-                self.counts.errors += 1
-                self._close_outlet(table.id)
-                if self._reader.closed or isinstance(error, ConfigError):
-                    raise
-                if not is_open or _is_about_table(error):
-                    raise self._rest(tube, table, error) from error
-                pause = next(pauses, None)
-                if pause is None:
-                    raise
-                self.counts.retries += 1
-                log.warning("tube %s: %s; trying again in %.1f s", tube.name, error, pause)
-            time.sleep(pause)
-
-    def _write_once(
-        self,
-        tube: Tube,
-        table: TubeTable,
-        outlet: Outlet,
-        shards: dict[str, int],
-        are_documents: bool,
-    ) -> None:
-        version = self._draw_version(tube)
-        failpoint.hit("tube.after_draw")
-        batch = outlet.enrich(version, shards, are_documents=are_documents)
-        self._flush_source()
-        failpoint.hit("tube.before_write")
-        outlet.sink.write_documents(batch)
-        failpoint.hit("tube.before_commit")
-        outlet.sink.commit(0)
-        failpoint.hit("tube.after_commit")
-        self._resting.pop(table.id, None)
-        if table.id in self._with_dead:
-            forget(self._reader, tube, table, list(shards))
-        self.counts.ids += len(batch)
-        self.counts.deleted += batch.is_deleted.true_count
-
-    def _rest(self, tube: Tube, table: TubeTable, error: MillraceError) -> _Rest:
-        """Leave a table alone for a while, so that others go on."""
-        self.counts.retries += 1
-        before = self._resting.get(table.id)
-        pause = FIRST_REST_SECONDS if before is None else min(2 * before.pause, MOST_REST_SECONDS)
-        self._resting[table.id] = _Resting(time.monotonic() + pause, pause, error)
-        log.warning("tube %s: %s: %s; trying again in %.1f s", tube.name, table.label, error, pause)
-        return _Rest(str(error))
+        self._buried |= self._writer.write(tube, table, shards, are_documents=are_documents)
 
     def _is_resting(self, tube: Tube, pod: Pod) -> bool:
-        return any(
-            time.monotonic() < self._resting[table.id].until
-            for table in tube.tables_of(pod.table_id)
-            if table.id in self._resting
-        )
-
-    def _flush_source(self) -> None:
-        """What was read may come from commits that are not on disk yet (`synchronous_commit` is
-        off), and so may the number of the version. A commit of ours takes the WAL before it to
-        disk; it has to have written something."""
-        with translated("waiting for the source's disk"):
-            self._reader.execute("SELECT pg_logical_emit_message(true, 'millrace tube', '')")
-
-    def _draw_version(self, tube: Tube) -> Version:
-        return draw_version(self._reader, tube.schema)
-
-    def _outlet(self, tube: Tube, table: TubeTable) -> Outlet:
-        found = self._outlets.get(table.id)
-        if found is None:
-            try:
-                plan = self._delivery.require_table(table.label)
-                found = self._outlets[table.id] = open_outlet(self._reader, tube, table, plan)
-            except MillraceError as error:
-                # No id is at fault. Somebody may mend it, and other tables go on.
-                if self._reader.closed:
-                    raise
-                raise self._rest(tube, table, error) from error
-        return found
-
-    def _close_outlets(self) -> None:
-        for id_ in list(self._outlets):
-            self._close_outlet(id_)
-
-    def _close_outlet(self, id_: int) -> None:
-        outlet = self._outlets.pop(id_, None)
-        if outlet is not None:
-            outlet.close()
+        ids = self._resting.ids()
+        return any(table.id in ids for table in tube.tables_of(pod.table_id))
 
     def _control(self, tube: Tube, partition: int, pod: Pod) -> None:
         payload = pod.payload or {}
         tables, kind = tube.tables_of(pod.table_id), payload.get("type")
         # A tube of pg-tube's has one table in a shard; of several, the pod does not say which.
         table = tables[0] if len(tables) == 1 else None
-        if table is None and tables and (is_collection(kind) or _is_backfill(pod)):
+        if table is None and tables and (is_collection(kind) or pod.asks_for_backfill):
             log.error("tube %s: a %s pod names no table: backfill its tables", tube.name, kind)
         if table is not None and not tube.is_at_home(table, partition):
             self._forward(tube, table, [pod])
@@ -523,7 +396,7 @@ class Worker:
             found = Collection(table, pod, tube.partitions, partition)
             self._collections[partition, pod.seq] = found
             return
-        if table is not None and _is_backfill(pod):
+        if table is not None and pod.asks_for_backfill:
             if kind == "lost":
                 log.error(
                     "tube %s: touches of %s were lost, so it is backfilled: %s",
@@ -546,13 +419,13 @@ class Worker:
             try:
                 if self._collect_page(tube, partition, seq, collection):
                     return True
-            except _Rest:
+            except Rest:
                 continue
             except MillraceError as error:
-                self._close_outlet(collection.table.id)
+                self._writer.close_outlet(collection.table)
                 if self._reader.closed or isinstance(error, ConfigError):
                     raise
-                self._rest(tube, collection.table, error)
+                self._writer.rest(tube, collection.table, error)
         done = self._backfills.take_done(partition)
         delete_pods(self._reader, tube, partition, done)
         return bool(done)
@@ -562,11 +435,11 @@ class Worker:
         return 0.0 if self._delivery.until_empty else self._limits.settle_seconds
 
     def _collect_page(self, tube: Tube, partition: int, seq: int, collection: Collection) -> bool:
-        outlet = self._outlet(tube, collection.table)
-        epoch = self._draw_version(tube)[0]
+        outlet = self._writer.outlet(tube, collection.table)
+        epoch = draw_version(self._reader, tube.schema)[0]
         failpoint.hit("tube.before_list")
         found = collection.page(outlet.sink, epoch, self._limits.batch_ids)
-        self._resting.pop(collection.table.id, None)
+        self._resting.wake(collection.table.id)
         if found:
             held = self._deliver_table(tube, collection.table, found, are_documents=True)
             collection.give_up(self._buried)
@@ -580,45 +453,3 @@ class Worker:
         delete_pods(self._reader, tube, partition, [seq])
         del self._collections[partition, seq]
         return True
-
-
-def _is_about_table(error: MillraceError) -> bool:
-    """Whether the other ids of the table would fail, too."""
-    return is_transient(error) or str(error.facts.get("sqlstate"))[:2] in ABOUT_TABLES
-
-
-def _is_backfill(pod: Pod) -> bool:
-    """Whether a control pod asks for a backfill."""
-    return (pod.payload or {}).get("type") in ("backfill_schedule", "lost")
-
-
-def _cut(pods: Iterable[Pod]) -> list[Pod]:
-    """A control pod alone, or what comes before the next one."""
-    found: list[Pod] = []
-    for pod in pods:
-        if pod.is_control:
-            return found or [pod]
-        found.append(pod)
-    return found
-
-
-def _take(
-    tube: Tube, pods: list[Pod], most: int
-) -> tuple[list[Pod], dict[TubeTable, dict[str, int]]]:
-    """Pods up to the size of a batch, and their keys by table, each with its shard."""
-    # By what pods name, so that no table is hashed for each of them.
-    found: dict[int | None, tuple[dict[str, int], ...]] = {}
-    shards: dict[TubeTable, dict[str, int]] = {}
-    taken: list[Pod] = []
-    total = 0
-    for pod in pods:
-        if taken and total + len(pod.keys) > most:
-            break
-        taken.append(pod)
-        if pod.table_id not in found:
-            tables = tube.tables_of(pod.table_id)
-            found[pod.table_id] = tuple(shards.setdefault(table, {}) for table in tables)
-        for keys in found[pod.table_id]:
-            keys.update(dict.fromkeys(pod.keys, pod.shard))
-            total += len(pod.keys)
-    return taken, shards

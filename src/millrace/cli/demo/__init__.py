@@ -1,0 +1,1 @@
+"""millrace demo: each demonstration in a file."""

@@ -1,0 +1,1 @@
+"""What decoding needs from servers and files around `wal`."""

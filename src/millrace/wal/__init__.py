@@ -1,0 +1,1 @@
+"""WAL files into changes, with no server and no connection."""

@@ -1,0 +1,1 @@
+"""The catalog with a time axis: from a base image, carried forward by WAL."""

@@ -1,0 +1,1 @@
+"""Changes as the server's output plugins, and others, write them."""

@@ -1,0 +1,1 @@
+"""WAL files to columns of records: pages, segments, timelines, checksums."""

@@ -1,0 +1,1 @@
+"""Stored rows taken apart: tuples, TOAST, compressed values, page images."""

@@ -1,0 +1,1 @@
+"""Stored values as the text the server prints."""

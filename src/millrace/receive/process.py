@@ -63,7 +63,7 @@ class Receiver:
         process = context.Process(
             target=_child, args=(*self._arguments, theirs), name="millrace receive", daemon=True
         )
-        with _deaf():
+        with deaf():
             process.start()
         self._process = process
         theirs.close()
@@ -145,7 +145,7 @@ def _loaded_by_main() -> list[str]:
 
 
 @contextmanager
-def _deaf() -> Iterator[None]:
+def deaf() -> Iterator[None]:
     """A process that is started meanwhile hears of no terminal until it has decided about that:
     Python would print a traceback for a Ctrl-C in its first moments."""
     # Otherwise it would be started meanwhile, and hears by itself.

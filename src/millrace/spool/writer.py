@@ -17,6 +17,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -67,6 +68,10 @@ log = logging.getLogger(__name__)
 
 # Small enough that pruning keeps up, large enough that files stay few.
 SEGMENT_BYTES: Final = 64 * 1024 * 1024
+# How long the receiver of a run that was killed may take to notice that and end: whoever starts
+# the command again at once waits for it.
+LOCK_SECONDS = 15.0
+LOCK_POLL_SECONDS = 0.05
 
 _COMMIT, _RELATION = ord("C"), ord("R")
 
@@ -415,15 +420,19 @@ def _lock(folder: Path) -> int:
     with _told(folder):
         make_private(folder)
         descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        raise WorkDirError(
-            f"another process writes the spool in {folder}",
-            hint="a slot has one receiver: stop the other one, or choose another --dir",
-        ) from None
-    return descriptor
+    deadline = time.monotonic() + LOCK_SECONDS
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return descriptor
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                os.close(descriptor)
+                raise WorkDirError(
+                    f"another process writes the spool in {folder}",
+                    hint="a slot has one receiver: stop the other one, or choose another --dir",
+                ) from None
+            time.sleep(LOCK_POLL_SECONDS)
 
 
 def _sync(descriptor: int, file: SegmentFile | None) -> None:

@@ -262,7 +262,8 @@ def test_what_is_applied_is_pruned(kind: Kind) -> None:
     assert _read_all(reader, after_lsn=10050) == Transaction(101).frames()
 
 
-def test_one_writer_at_a_time(kind: Kind) -> None:
+def test_one_writer_at_a_time(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("millrace.spool.writer.LOCK_SECONDS", 0.1)
     with (
         kind.place.open_writer(),
         pytest.raises(WorkDirError, match="writes the spool"),

@@ -7,6 +7,7 @@ import os
 import pickle
 import zlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -447,11 +448,22 @@ def test_an_idle_mark_survives_reopening_and_rebuilding(tmp_path: Path) -> None:
     assert read_all(tmp_path) == Transaction(2).frames()
 
 
-def test_one_writer_at_a_time(tmp_path: Path) -> None:
+def test_one_writer_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("millrace.spool.writer.LOCK_SECONDS", 0.1)
     refused = pytest.raises(WorkDirError, match="another process writes the spool")
     with SpoolWriter(tmp_path), refused:
         SpoolWriter(tmp_path)
     SpoolWriter(tmp_path).close()
+
+
+def test_a_writer_that_is_about_to_end_is_waited_for(tmp_path: Path) -> None:
+    first = SpoolWriter(tmp_path)
+    with ThreadPoolExecutor(1) as pool:
+        second = pool.submit(SpoolWriter, tmp_path)
+        with pytest.raises(TimeoutError):
+            second.result(0.2)
+        first.close()
+        second.result(60).close()
 
 
 def test_a_process_that_died_while_beginning_a_segment_leaves_nothing(tmp_path: Path) -> None:

@@ -6,9 +6,13 @@ Invariant: an output shows whole transactions only. What was added since `begin`
 
 from __future__ import annotations
 
+import io
+import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import IO, Protocol
 
 import numpy as np
@@ -124,7 +128,12 @@ class TextOutput:
         self._waiting.truncate()
 
     def flush(self) -> None:
+        """A file is on disk then: a checkpoint that is written next counts on it."""
         self._stream.flush()
+        with suppress(io.UnsupportedOperation):  # memory
+            descriptor = self._stream.fileno()
+            if stat.S_ISREG(os.fstat(descriptor).st_mode):
+                os.fsync(descriptor)
 
     def finish(self, end_lsn: int) -> None:
         self._stream.flush()

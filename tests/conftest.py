@@ -16,9 +16,9 @@ import hypothesis
 import psutil
 import psycopg
 import pytest
+from tests.fixtures.processes.warm_programs import warm_programs
+from tests.fixtures.processes.warm_receivers import warm_receivers
 from tests.fixtures.wait import wait_for
-from tests.fixtures.warm_programs import warm_programs
-from tests.fixtures.warm_receivers import warm_receivers
 
 from millrace.clone.progress import Progress
 from millrace.postgres.program.binaries import server_installations
@@ -107,7 +107,7 @@ def system_cluster() -> Iterator[Cluster]:
 @pytest.fixture(scope="session")
 def receivers() -> Iterator[None]:
     """For whoever follows in this process, or starts a program that does."""
-    with warm_receivers("tests.fixtures.warm_commands"), warm_programs():
+    with warm_receivers("tests.fixtures.processes.warm_commands"), warm_programs():
         yield
 
 

@@ -9,9 +9,9 @@ import psycopg
 import pytest
 from tests.fixtures.catalog_reading import Connection
 from tests.fixtures.filtering import SCHEMA as FILTERED_SCHEMA
-from tests.fixtures.receiving import BATCHES, NO_BATCHES, TABLE, Source
-from tests.fixtures.stream_pair import StreamPair
-from tests.fixtures.tubes import TubeDatabase, open_tubes
+from tests.fixtures.stream.receiving import BATCHES, NO_BATCHES, TABLE, Source
+from tests.fixtures.stream.stream_pair import StreamPair
+from tests.fixtures.tube.tubes import TubeDatabase, open_tubes
 
 from millrace.config.dsn import Dsn
 from millrace.postgres.wire.connect import connect

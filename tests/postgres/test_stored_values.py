@@ -14,8 +14,8 @@ import psycopg
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.fixtures.made_records import MadeRecords, stored
-from tests.fixtures.stored_rows import describe_table, iter_tuples, read_chunks, read_rows
+from tests.fixtures.decode.made_records import MadeRecords, stored
+from tests.fixtures.decode.stored_rows import describe_table, iter_tuples, read_chunks, read_rows
 from tests.fixtures.type_values import NUMERICS, QUERIES, SENT, TEXTS, VALUES, VECTORS
 
 from millrace.postgres.pgoutput.messages import (

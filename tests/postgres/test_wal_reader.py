@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psycopg
 import pytest
-from tests.fixtures.waldump import dump_lines, record_lines
+from tests.fixtures.decode.waldump import dump_lines, record_lines
 
 from millrace.lsn import parse_lsn
 from millrace.postgres.program.embedded import Cluster

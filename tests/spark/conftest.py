@@ -11,10 +11,10 @@ from typing import Any
 
 import psutil
 import pytest
-from tests.fixtures.clone_program import CloneProgram
 from tests.fixtures.cloning import Cloner
-from tests.fixtures.program import MILLRACE
-from tests.fixtures.rerouted import rerouted
+from tests.fixtures.processes.clone_program import CloneProgram
+from tests.fixtures.processes.program import MILLRACE
+from tests.fixtures.stream.rerouted import rerouted
 
 from millrace.clone.progress import Reporter
 from millrace.clone.run import CloneResult, clone

@@ -20,8 +20,8 @@ import psutil
 import psycopg
 import pytest
 from tests.fixtures import create_museum_roles, load_museum
-from tests.fixtures.followed import open_followed, writing
 from tests.fixtures.spark_folder import application_folder, remove_application_folder
+from tests.fixtures.stream.followed import open_followed, writing
 from tests.fixtures.wait import DEADLINE_SECONDS, wait_for
 
 from millrace.clone.progress import Reporter
@@ -54,7 +54,7 @@ class ClusterProgram:
 
     def __init__(self, folder: Path) -> None:
         self.process = psutil.Popen(
-            [sys.executable, "-m", "tests.fixtures.cluster_program"],
+            [sys.executable, "-m", "tests.fixtures.processes.cluster_program"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -8,10 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.fixtures.decode_cases import CASES
-from tests.fixtures.decode_workload import run_cases
-from tests.fixtures.decoding import DecodedSource, take_base
-from tests.fixtures.direct_engine import DirectEngine
+from tests.fixtures.decode.decode_cases import CASES
+from tests.fixtures.decode.decode_workload import run_cases
+from tests.fixtures.decode.decoding import DecodedSource, take_base
+from tests.fixtures.engines.direct_engine import DirectEngine
 
 from millrace.decode.outputs import TextOutput
 from millrace.decode.parallel import ParallelDecoding

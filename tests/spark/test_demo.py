@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 
 import psutil
 import pytest
-from tests.fixtures.program import MILLRACE
+from tests.fixtures.processes.program import MILLRACE
 from tests.fixtures.wait import DEADLINE_SECONDS
 
 from millrace.postgres.program.embedded import FOLDER_VARIABLE

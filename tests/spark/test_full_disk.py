@@ -9,8 +9,8 @@ from pathlib import Path
 
 import psycopg
 import pytest
-from tests.fixtures.followed import Followed, Silent, open_followed
 from tests.fixtures.small_disk import SmallDisk, open_small_disk
+from tests.fixtures.stream.followed import Followed, Silent, open_followed
 
 from millrace import failpoint
 from millrace.clone.run import clone

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 import psycopg
-from tests.fixtures.program import MILLRACE
+from tests.fixtures.processes.program import MILLRACE
 from tests.fixtures.sql import execute, rows
 from tests.fixtures.wait import DEADLINE_SECONDS, wait_for
 

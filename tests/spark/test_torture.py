@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psycopg
 import pytest
-from tests.fixtures.program import MILLRACE
+from tests.fixtures.processes.program import MILLRACE
 from tests.fixtures.wait import DEADLINE_SECONDS, wait_for
 from tests.torture.campaign import Campaign
 from tests.torture.failpoints import (

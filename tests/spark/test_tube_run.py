@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import psycopg
 import pytest
-from tests.fixtures.clone_program import is_gone
+from tests.fixtures.processes.clone_program import is_gone
 from tests.fixtures.sql import execute, rows
 from tests.fixtures.wait import DEADLINE_SECONDS, wait_for
 

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
-from tests.fixtures.usual_signals import usual_signals_for_children
+from tests.fixtures.processes.usual_signals import usual_signals_for_children
 from tests.torture.campaign import Campaign
 from tests.torture.consolidate_campaign import KINDS as CONSOLIDATE_KINDS
 from tests.torture.consolidate_campaign import ConsolidateCampaign

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psycopg
-from tests.fixtures.decode_cases import CASES
-from tests.fixtures.decode_workload import run_cases
-from tests.fixtures.decoding import DecodedSource, open_source
-from tests.fixtures.oracle_servers import VERSIONS, open_oracle
+from tests.fixtures.decode.decode_cases import CASES
+from tests.fixtures.decode.decode_workload import run_cases
+from tests.fixtures.decode.decoding import DecodedSource, open_source
+from tests.fixtures.decode.oracle_servers import VERSIONS, open_oracle
 from tests.torture.decode_workload import SETUP, run_sessions
 from tests.torture.figures import Figures
 from tests.torture.interrupt import CampaignFailed

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import psycopg
-from tests.fixtures.program import MILLRACE
+from tests.fixtures.processes.program import MILLRACE
 from tests.torture.campaign import EXIT_CODES
 from tests.torture.failpoints import TUBE, TUBE_BATCH
 from tests.torture.figures import TubeFigures

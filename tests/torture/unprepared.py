@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.fixtures.program import MILLRACE
+from tests.fixtures.processes.program import MILLRACE
 from tests.fixtures.wait import wait_for
 from tests.torture.failpoints import AFTER, BEFORE, BESIDE, OWN_SNAPSHOT
 from tests.torture.figures import CloneFigures

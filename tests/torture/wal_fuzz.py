@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from tests.fixtures.wal_writer import PAGE, SEGMENT, WalWriter, block_record, main_fragment
+from tests.fixtures.decode.wal_writer import PAGE, SEGMENT, WalWriter, block_record, main_fragment
 
 from millrace.errors import FormatError
 from millrace.wal.read.files import open_wal

@@ -18,8 +18,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tests.fixtures.change_rows import ROW, batch
-from tests.fixtures.documents import DOCUMENT_KINDS, documents
+from tests.fixtures.stream.change_rows import ROW, batch
+from tests.fixtures.tube.documents import DOCUMENT_KINDS, documents
 from tests.torture.failpoints import read_failpoints
 
 from millrace import failpoint

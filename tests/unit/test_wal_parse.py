@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.fixtures.direct_engine import DirectEngine
-from tests.fixtures.wal_writer import SEGMENT, WalWriter, block_record, main_fragment
+from tests.fixtures.decode.wal_writer import SEGMENT, WalWriter, block_record, main_fragment
+from tests.fixtures.engines.direct_engine import DirectEngine
 
 from millrace.decode.parsing import ParsedPieces
 from millrace.errors import FormatError

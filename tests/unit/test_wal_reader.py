@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.fixtures.wal_writer import (
+from tests.fixtures.decode.wal_writer import (
     PAGE,
     SEGMENT,
     SWITCH,

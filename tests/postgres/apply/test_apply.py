@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.fixtures.stream_pair import ACCOUNT, StreamPair
+from tests.fixtures.stream.stream_pair import ACCOUNT, StreamPair
 
 from millrace.apply.position import drop_position, setup_position
 from millrace.apply.prepare import Share

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.fixtures.stream_pair import ACCOUNT, StreamPair
+from tests.fixtures.stream.stream_pair import ACCOUNT, StreamPair
 
 from millrace.apply.conflict import OnConflict
 from millrace.errors import ApplyError

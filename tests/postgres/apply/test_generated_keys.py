@@ -9,8 +9,8 @@ from typing import Any
 
 import psycopg
 import pytest
-from tests.fixtures.receiving import Source
-from tests.fixtures.stream_pair import StreamPair
+from tests.fixtures.stream.receiving import Source
+from tests.fixtures.stream.stream_pair import StreamPair
 
 from millrace.apply.position import drop_position, setup_position
 from millrace.apply.task import ApplyTask, apply_spool

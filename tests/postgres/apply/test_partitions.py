@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from tests.fixtures.receiving import Source, received_messages, receiving
-from tests.fixtures.stream_pair import StreamPair
+from tests.fixtures.stream.receiving import Source, received_messages, receiving
+from tests.fixtures.stream.stream_pair import StreamPair
 from tests.fixtures.wait import wait_for
 
 from millrace.apply.prepare import Share

@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 import typer
-from tests.fixtures.stream_pair import StreamPair
+from tests.fixtures.stream.stream_pair import StreamPair
 from typer.testing import CliRunner
 
 from millrace.cli.stream_transform import transform

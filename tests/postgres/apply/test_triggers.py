@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psycopg
 import pytest
-from tests.fixtures.stream_pair import StreamPair
+from tests.fixtures.stream.stream_pair import StreamPair
 from tests.fixtures.wait import wait_for
 
 from millrace import failpoint

@@ -4,7 +4,7 @@ other numbers on another major version."""
 from __future__ import annotations
 
 import pytest
-from tests.fixtures.stream_pair import StreamPair
+from tests.fixtures.stream.stream_pair import StreamPair
 
 from millrace.apply import prepare as work
 from millrace.errors import InvariantError

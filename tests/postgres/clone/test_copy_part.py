@@ -11,7 +11,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from tests.fixtures.copy_child import CopyChild
+from tests.fixtures.processes.copy_child import CopyChild
 from tests.fixtures.wait import wait_for
 
 from millrace import failpoint, retry

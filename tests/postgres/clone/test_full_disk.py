@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tests.fixtures.changes import Transaction, append
-from tests.fixtures.receiving import (
+from tests.fixtures.small_disk import KINDS, SmallDisk, fill, open_small_disk
+from tests.fixtures.stream.changes import Transaction, append
+from tests.fixtures.stream.receiving import (
     BATCHES,
     NO_BATCHES,
     Source,
     received_messages,
     without_relations,
 )
-from tests.fixtures.small_disk import KINDS, SmallDisk, fill, open_small_disk
 
 from millrace.config.dsn import Dsn
 from millrace.errors import WorkDirError

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import psycopg
 import pytest
-from tests.fixtures.direct_engine import DirectEngine
-from tests.fixtures.followed import Silent
+from tests.fixtures.engines.direct_engine import DirectEngine
 from tests.fixtures.gate import sessions
 from tests.fixtures.sql import execute, rows
+from tests.fixtures.stream.followed import Silent
 from tests.fixtures.wait import DEADLINE_SECONDS, wait_for
 
 from millrace import failpoint, retry

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import psycopg
 import pytest
-from tests.fixtures.changes import Transaction, append
 from tests.fixtures.sql import execute, rows
+from tests.fixtures.stream.changes import Transaction, append
 from tests.postgres.clone.test_two_clones import killed_at, run
 
 from millrace.apply import position, table_state

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import psycopg
 import pytest
-from tests.fixtures.rerouted import rerouted
+from tests.fixtures.stream.rerouted import rerouted
 
 from millrace.clone.preflight import check, raise_problems
 from millrace.clone.problem import Problem

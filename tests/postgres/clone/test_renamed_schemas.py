@@ -9,8 +9,8 @@ from typing import Any
 
 import psycopg
 import pytest
-from tests.fixtures.rerouted import rerouted
 from tests.fixtures.sql import execute, rows
+from tests.fixtures.stream.rerouted import rerouted
 from tests.fixtures.wait import wait_for
 
 from millrace.clone.naming_check import check_naming

@@ -16,10 +16,10 @@ from typing import Any
 import psycopg
 import pytest
 from tests.conftest import fresh_database
-from tests.fixtures.direct_engine import DirectEngine
-from tests.fixtures.followed import Silent
-from tests.fixtures.rerouted import rerouted
+from tests.fixtures.engines.direct_engine import DirectEngine
 from tests.fixtures.sql import execute, rows
+from tests.fixtures.stream.followed import Silent
+from tests.fixtures.stream.rerouted import rerouted
 from tests.fixtures.wait import DEADLINE_SECONDS
 
 from millrace import failpoint
@@ -97,7 +97,7 @@ def run(settings: CloneSettings, **changes: Any) -> None:
 
 def killed_at(point: str, settings: CloneSettings, snapshot: str) -> None:
     """A process of its own begins the run, and dies."""
-    command = [sys.executable, "-m", "tests.fixtures.clone_child"]
+    command = [sys.executable, "-m", "tests.fixtures.processes.clone_child"]
     command += [settings.source.conninfo(), settings.target.conninfo(), str(settings.directory)]
     ended = subprocess.run(
         [*command, settings.naming.as_json(), snapshot],

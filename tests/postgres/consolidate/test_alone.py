@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 
 import pytest
-from tests.fixtures.syncing import run_sql
+from tests.fixtures.stream.syncing import run_sql
 from tests.fixtures.wait import wait_for
 from tests.postgres.consolidate.test_consolidate import Warehouse, warehouse  # noqa: F401
 

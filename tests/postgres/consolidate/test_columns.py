@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tests.fixtures.followed import writing
-from tests.fixtures.syncing import run_sql
+from tests.fixtures.stream.followed import writing
+from tests.fixtures.stream.syncing import run_sql
 from tests.fixtures.wait import wait_for
 from tests.postgres.consolidate.test_consolidate import Warehouse, warehouse  # noqa: F401
 

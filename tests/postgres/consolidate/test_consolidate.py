@@ -11,9 +11,9 @@ from pathlib import Path
 
 import psycopg
 import pytest
-from tests.fixtures.direct_engine import DirectEngine
-from tests.fixtures.followed import SCHEMA, writing
-from tests.fixtures.syncing import run_sql
+from tests.fixtures.engines.direct_engine import DirectEngine
+from tests.fixtures.stream.followed import SCHEMA, writing
+from tests.fixtures.stream.syncing import run_sql
 from tests.fixtures.wait import DEADLINE_SECONDS, wait_for
 
 from millrace.config.dsn import Dsn

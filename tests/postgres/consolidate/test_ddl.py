@@ -7,8 +7,8 @@ from pathlib import Path
 
 import psycopg
 import pytest
-from tests.fixtures.ddl_warehouse import DdlWarehouse, open_warehouse
-from tests.fixtures.syncing import run_sql
+from tests.fixtures.ddl.ddl_warehouse import DdlWarehouse, open_warehouse
+from tests.fixtures.stream.syncing import run_sql
 from tests.fixtures.wait import wait_for
 
 from millrace.consolidate.control import resume

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import psycopg
-from tests.fixtures.ddl_catalogue import CASES, SHARED, Case
-from tests.fixtures.ddl_structure import find_differences
-from tests.fixtures.ddl_warehouse import open_warehouse
+from tests.fixtures.ddl.ddl_catalogue import CASES, SHARED, Case
+from tests.fixtures.ddl.ddl_structure import find_differences
+from tests.fixtures.ddl.ddl_warehouse import open_warehouse
 
 from millrace.ddl.history import Status
 from millrace.name import Naming

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from tests.fixtures.decode_cases import CASES
-from tests.fixtures.decode_workload import run_cases, split_cases
-from tests.fixtures.decoding import DecodedSource, open_source
-from tests.fixtures.oracle_servers import VERSIONS, open_oracle
+from tests.fixtures.decode.decode_cases import CASES
+from tests.fixtures.decode.decode_workload import run_cases, split_cases
+from tests.fixtures.decode.decoding import DecodedSource, open_source
+from tests.fixtures.decode.oracle_servers import VERSIONS, open_oracle
 
 from millrace.config.dsn import Dsn
 from millrace.decode.checkpoint import write_checkpoint

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psycopg
 import pytest
-from tests.fixtures.receiving import Source
+from tests.fixtures.stream.receiving import Source
 from tests.fixtures.wait import DEADLINE_SECONDS, wait_for
 from tests.postgres.follow.test_lookout import SCHEMA, Stream, spooled
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import psycopg
 import pytest
-from tests.fixtures.auditing import execute, found, run_cutover
-from tests.fixtures.direct_engine import DirectEngine
-from tests.fixtures.followed import Followed, open_followed
-from tests.fixtures.syncing import request, sync_alone
+from tests.fixtures.engines.direct_engine import DirectEngine
+from tests.fixtures.stream.auditing import execute, found, run_cutover
+from tests.fixtures.stream.followed import Followed, open_followed
+from tests.fixtures.stream.syncing import request, sync_alone
 
 from millrace.cli.follow import print_follow
 from millrace.config.dsn import Dsn

@@ -13,10 +13,10 @@ from typing import Any
 
 import psycopg
 import pytest
-from tests.fixtures.direct_engine import DirectEngine
-from tests.fixtures.followed import Followed, open_followed
+from tests.fixtures.engines.direct_engine import DirectEngine
 from tests.fixtures.port import free_port
 from tests.fixtures.sql import execute, rows
+from tests.fixtures.stream.followed import Followed, open_followed
 from tests.fixtures.wait import wait_for
 
 from millrace.compare.run import CompareSettings, compare_data

@@ -10,9 +10,9 @@ from pathlib import Path
 import psycopg
 import pytest
 from tests.conftest import NoDisplay
-from tests.fixtures.auditing import execute, found, run_cutover
-from tests.fixtures.direct_engine import DirectEngine
-from tests.fixtures.followed import Followed, open_followed
+from tests.fixtures.engines.direct_engine import DirectEngine
+from tests.fixtures.stream.auditing import execute, found, run_cutover
+from tests.fixtures.stream.followed import Followed, open_followed
 
 from millrace.cli.follow import print_follow
 from millrace.clone.directory import catalog_path

@@ -9,7 +9,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from tests.fixtures.receiving import Source, received_messages
+from tests.fixtures.stream.receiving import Source, received_messages
 from tests.fixtures.wait import DEADLINE_SECONDS, wait_for
 
 from millrace.config.dsn import Dsn

@@ -9,9 +9,9 @@ from typing import Any
 
 import psycopg
 import pytest
-from tests.fixtures.direct_engine import DirectEngine
-from tests.fixtures.followed import open_followed
+from tests.fixtures.engines.direct_engine import DirectEngine
 from tests.fixtures.sql import execute
+from tests.fixtures.stream.followed import open_followed
 from tests.fixtures.wait import DEADLINE_SECONDS, wait_for
 from tests.postgres.follow.test_lookout import Stream
 

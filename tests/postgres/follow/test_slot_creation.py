@@ -14,7 +14,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from tests.fixtures.program import MILLRACE
+from tests.fixtures.processes.program import MILLRACE
 from tests.fixtures.wait import DEADLINE_SECONDS, wait_for
 
 from millrace.config.dsn import Dsn

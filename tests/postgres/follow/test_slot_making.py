@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import psycopg
 import pytest
-from tests.fixtures.program import MILLRACE
+from tests.fixtures.processes.program import MILLRACE
 from tests.fixtures.wait import DEADLINE_SECONDS, wait_for
 
 from millrace.clone.settings import CloneSettings

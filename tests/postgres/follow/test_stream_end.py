@@ -9,9 +9,9 @@ from pathlib import Path
 
 import psycopg
 import pytest
-from tests.fixtures.direct_engine import DirectEngine
-from tests.fixtures.followed import Followed, lsn_of, open_followed
-from tests.fixtures.rerouted import rerouted
+from tests.fixtures.engines.direct_engine import DirectEngine
+from tests.fixtures.stream.followed import Followed, lsn_of, open_followed
+from tests.fixtures.stream.rerouted import rerouted
 from tests.fixtures.wait import DEADLINE_SECONDS, wait_for
 from typer.testing import CliRunner
 

@@ -14,9 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.fixtures.direct_engine import DirectEngine
-from tests.fixtures.followed import SCHEMA, Followed, Silent, open_followed, writing
-from tests.fixtures.syncing import request, requested, run_sql
+from tests.fixtures.engines.direct_engine import DirectEngine
+from tests.fixtures.stream.followed import SCHEMA, Followed, Silent, open_followed, writing
+from tests.fixtures.stream.syncing import request, requested, run_sql
 from tests.fixtures.wait import DEADLINE_SECONDS, wait_for
 
 from millrace.apply.prepare import Share

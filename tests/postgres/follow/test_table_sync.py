@@ -11,9 +11,9 @@ from typing import TypeVar
 
 import psycopg
 import pytest
-from tests.fixtures.direct_engine import DirectEngine
-from tests.fixtures.followed import Followed, open_followed, writing
-from tests.fixtures.syncing import (
+from tests.fixtures.engines.direct_engine import DirectEngine
+from tests.fixtures.stream.followed import Followed, open_followed, writing
+from tests.fixtures.stream.syncing import (
     request,
     requested,
     run_sql,

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import psycopg
 import pytest
-from tests.fixtures.direct_engine import DirectEngine
-from tests.fixtures.followed import Followed, open_followed, writing
-from tests.fixtures.syncing import request, requested, run_sql, states_of, wait_until_done
+from tests.fixtures.engines.direct_engine import DirectEngine
+from tests.fixtures.stream.followed import Followed, open_followed, writing
+from tests.fixtures.stream.syncing import request, requested, run_sql, states_of, wait_until_done
 from tests.fixtures.wait import DEADLINE_SECONDS, wait_for
 from tests.torture.failpoints import SYNC, SYNC_TASK
 
@@ -79,7 +79,7 @@ def start_child(followed: Followed, failpoint: str | None = None) -> subprocess.
     environment = dict(os.environ)
     if failpoint:
         environment[VARIABLE] = f"{failpoint}=kill"
-    command = [sys.executable, "-m", "tests.fixtures.follow_child"]
+    command = [sys.executable, "-m", "tests.fixtures.processes.follow_child"]
     arguments = [followed.source, followed.target, str(followed.directory), "2"]
     return subprocess.Popen([*command, *arguments], env=environment)
 

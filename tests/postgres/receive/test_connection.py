@@ -9,7 +9,7 @@ from pathlib import Path
 import psycopg
 import pytest
 from tests.fixtures.proxy import open_proxy
-from tests.fixtures.receiving import (
+from tests.fixtures.stream.receiving import (
     BATCHES,
     NO_BATCHES,
     TABLE,

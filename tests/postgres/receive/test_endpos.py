@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import psycopg
-from tests.fixtures.changes import read_all
-from tests.fixtures.receiving import (
+from tests.fixtures.stream.changes import read_all
+from tests.fixtures.stream.receiving import (
     Source,
     assert_as_sent,
     commit_ends_of,

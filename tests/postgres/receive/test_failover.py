@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psycopg
 import pytest
-from tests.fixtures.receiving import NO_BATCHES, Source, received_messages, receiving
+from tests.fixtures.stream.receiving import NO_BATCHES, Source, received_messages, receiving
 from tests.fixtures.wait import wait_for
 
 from millrace.config.dsn import Dsn

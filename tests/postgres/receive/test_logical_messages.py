@@ -13,8 +13,8 @@ import numpy as np
 import psycopg
 import pytest
 from psycopg.pq.abc import PGconn
-from tests.fixtures.receiving import BATCHES, NO_BATCHES, Source, received_messages
-from tests.fixtures.stream_pair import StreamPair
+from tests.fixtures.stream.receiving import BATCHES, NO_BATCHES, Source, received_messages
+from tests.fixtures.stream.stream_pair import StreamPair
 
 from millrace import failpoint
 from millrace.apply.driver import Catchup

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psycopg
 import pytest
-from tests.fixtures.receiving import (
+from tests.fixtures.stream.receiving import (
     BATCHES,
     NO_BATCHES,
     ReceiveChild,

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.fixtures.changes import Transaction, read_all
-from tests.fixtures.receiving import (
+from tests.fixtures.stream.changes import Transaction, read_all
+from tests.fixtures.stream.receiving import (
     IS_ACTIVE,
     NO_BATCHES,
     ReceiveChild,

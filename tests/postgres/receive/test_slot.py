@@ -7,7 +7,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from tests.fixtures.receiving import (
+from tests.fixtures.stream.receiving import (
     IS_ACTIVE,
     TABLE,
     Source,

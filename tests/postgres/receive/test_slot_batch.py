@@ -13,7 +13,7 @@ from pathlib import Path
 import psycopg
 import pytest
 from psycopg.pq.abc import PGconn
-from tests.fixtures.receiving import (
+from tests.fixtures.stream.receiving import (
     BATCHES,
     NO_BATCHES,
     Source,

@@ -11,8 +11,8 @@ from pathlib import Path
 import psycopg
 import pytest
 import typer
-from tests.fixtures.changes import Transaction, append, join, relation_version
-from tests.fixtures.receiving import Source, messages_of, without_relations
+from tests.fixtures.stream.changes import Transaction, append, join, relation_version
+from tests.fixtures.stream.receiving import Source, messages_of, without_relations
 from tests.fixtures.wait import wait_for
 from typer.testing import CliRunner
 

@@ -13,10 +13,10 @@ from typing import Any
 import psycopg
 import pyarrow as pa
 import pytest
-from tests.fixtures.direct_engine import DirectEngine
+from tests.fixtures.engines.direct_engine import DirectEngine
 from tests.fixtures.port import free_port
-from tests.fixtures.tube_delivery import Delivered
-from tests.fixtures.tubes import TubeDatabase, open_tubes
+from tests.fixtures.tube.tube_delivery import Delivered
+from tests.fixtures.tube.tubes import TubeDatabase, open_tubes
 from tests.fixtures.wait import wait_for
 
 from millrace import failpoint

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.fixtures.tubes import TubeDatabase
+from tests.fixtures.tube.tubes import TubeDatabase
 from tests.fixtures.wait import wait_for
 from typer.testing import CliRunner
 

@@ -6,7 +6,7 @@ import threading
 from typing import Any
 
 import pytest
-from tests.fixtures.tubes import TubeDatabase
+from tests.fixtures.tube.tubes import TubeDatabase
 from tests.fixtures.wait import wait_for
 
 from millrace.postgres.program.embedded import Cluster, open_cluster
@@ -153,7 +153,7 @@ def preparing() -> Any:
 
 
 def test_prepared_transactions_are_possible_and_waited_for(preparing: Cluster) -> None:
-    from tests.fixtures.tubes import open_tubes
+    from tests.fixtures.tube.tubes import open_tubes
 
     with open_tubes(preparing) as tubes:
         tubes.run(ITEM)

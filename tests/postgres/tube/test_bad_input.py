@@ -10,9 +10,9 @@ from pathlib import Path
 
 import psycopg
 import pytest
-from tests.fixtures.direct_engine import ThreadEngine
+from tests.fixtures.engines.direct_engine import ThreadEngine
 from tests.fixtures.pooler import open_pooler
-from tests.fixtures.tube_source import ENRICH, TubeSource, fill
+from tests.fixtures.tube.tube_source import ENRICH, TubeSource, fill
 from typer.testing import CliRunner
 
 from millrace.cli.main import app

@@ -13,9 +13,9 @@ from typing import Any
 import psycopg
 import pyarrow as pa
 import pytest
-from tests.fixtures.direct_engine import DirectEngine
-from tests.fixtures.tube_source import LIMITS, ROUTED, fill
-from tests.fixtures.tube_source import TubeSource as Source
+from tests.fixtures.engines.direct_engine import DirectEngine
+from tests.fixtures.tube.tube_source import LIMITS, ROUTED, fill
+from tests.fixtures.tube.tube_source import TubeSource as Source
 from tests.fixtures.wait import wait_for
 
 from millrace import failpoint

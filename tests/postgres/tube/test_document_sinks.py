@@ -13,7 +13,7 @@ from typing import Any
 import psycopg
 import pyarrow as pa
 import pytest
-from tests.fixtures.documents import DOCUMENT_KINDS, documents
+from tests.fixtures.tube.documents import DOCUMENT_KINDS, documents
 from tests.fixtures.wait import wait_for
 
 from millrace import failpoint

@@ -7,7 +7,7 @@ from contextlib import closing
 
 import psycopg
 import pytest
-from tests.fixtures.tube_source import ENRICH, TubeSource, fill
+from tests.fixtures.tube.tube_source import ENRICH, TubeSource, fill
 from tests.fixtures.wait import wait_for
 
 from millrace.errors import PreflightError

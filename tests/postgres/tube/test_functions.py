@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.fixtures.tubes import TubeDatabase
+from tests.fixtures.tube.tubes import TubeDatabase
 
 ITEM = "CREATE TABLE item (id bigint PRIMARY KEY, name text, n int)"
 SIGNATURES = """

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psycopg
 import pytest
-from tests.fixtures.tubes import TubeDatabase
+from tests.fixtures.tube.tubes import TubeDatabase
 from typer.testing import CliRunner
 
 from millrace.cli.main import app
@@ -17,7 +17,7 @@ from millrace.postgres.program.embedded import Cluster
 from millrace.tube.install import find_schema, install, render_sql, uninstall
 
 ITEM = "CREATE TABLE item (id bigint PRIMARY KEY, name text, n int)"
-LEGACY = Path(__file__).parents[2] / "fixtures" / "legacy_tube.sql"
+LEGACY = Path(__file__).parents[2] / "fixtures" / "tube" / "legacy_tube.sql"
 
 
 def everything(connection: psycopg.Connection[tuple[object, ...]], schema: str) -> list[object]:

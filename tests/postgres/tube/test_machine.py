@@ -22,7 +22,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from tests.fixtures.tube_program import TUBE_THREADS
+from tests.fixtures.processes.tube_program import TUBE_THREADS
 from tests.torture.failpoints import (
     CHANGE_SINKS,
     TUBE,

@@ -17,7 +17,7 @@ import psycopg
 import pytest
 from prometheus_client.parser import text_string_to_metric_families as parse
 from tests.fixtures.port import free_port
-from tests.fixtures.tube_source import TubeSource, fill
+from tests.fixtures.tube.tube_source import TubeSource, fill
 from tests.fixtures.wait import wait_for
 
 from millrace.cli.tube import stats

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 
-from tests.fixtures.tubes import TubeDatabase
+from tests.fixtures.tube.tubes import TubeDatabase
 
 ITEM = "CREATE TABLE item (id bigint PRIMARY KEY, name text, n int)"
 ROTATE = "SELECT tube_rotate('pods', max_age => '0')"

@@ -12,9 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.fixtures.program import MILLRACE
-from tests.fixtures.thread_engine import ThreadEngine
-from tests.fixtures.tubes import TubeDatabase
+from tests.fixtures.engines.thread_engine import ThreadEngine
+from tests.fixtures.processes.program import MILLRACE
+from tests.fixtures.tube.tubes import TubeDatabase
 from tests.fixtures.wait import wait_for
 from typer.testing import CliRunner
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from tests.fixtures.stream_pair import StreamPair
-from tests.fixtures.tubes import TubeDatabase
+from tests.fixtures.stream.stream_pair import StreamPair
+from tests.fixtures.tube.tubes import TubeDatabase
 
 from millrace.clone.trigger_silence import read_guarded
 from millrace.config.dsn import Dsn

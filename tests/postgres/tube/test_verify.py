@@ -13,8 +13,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.fixtures.direct_engine import DirectEngine, ThreadEngine
-from tests.fixtures.tube_source import TubeSource, fill
+from tests.fixtures.engines.direct_engine import DirectEngine, ThreadEngine
+from tests.fixtures.tube.tube_source import TubeSource, fill
 from typer.testing import CliRunner
 
 from millrace.cli.main import app

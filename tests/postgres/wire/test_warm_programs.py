@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import psycopg
 import pytest
-from tests.fixtures.program import MILLRACE
+from tests.fixtures.processes.program import MILLRACE
 from tests.fixtures.wait import DEADLINE_SECONDS, wait_for
 
 pytestmark = pytest.mark.usefixtures("receivers")

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.fixtures.program import MILLRACE
+from tests.fixtures.processes.program import MILLRACE
 from tests.fixtures.sql import execute, rows
 
 from millrace.clone.databases import create_sql, directory_of

@@ -11,7 +11,7 @@ from pathlib import Path
 import psycopg
 import pytest
 from tests.fixtures import create_museum_roles, load_museum
-from tests.fixtures.program import MILLRACE
+from tests.fixtures.processes.program import MILLRACE
 
 from millrace.clone.run import clone
 from millrace.clone.settings import CloneSettings

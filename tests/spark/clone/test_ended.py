@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.fixtures.clone_program import CloneProgram, is_gone
 from tests.fixtures.gate import (
     GATED,
     assert_equal_data,
@@ -18,6 +17,7 @@ from tests.fixtures.gate import (
     terminate,
     waiting_at_gate,
 )
+from tests.fixtures.processes.clone_program import CloneProgram, is_gone
 from tests.fixtures.sql import execute, rows
 from tests.fixtures.wait import DEADLINE_SECONDS, wait_for
 

@@ -7,9 +7,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from tests.fixtures.program import MILLRACE
-from tests.fixtures.rerouted import rerouted
+from tests.fixtures.processes.program import MILLRACE
 from tests.fixtures.sql import execute, rows
+from tests.fixtures.stream.rerouted import rerouted
 from tests.fixtures.wait import DEADLINE_SECONDS
 
 from millrace.clone.progress import Reporter

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from tests.conftest import fresh_database
 from tests.fixtures.cloning import DEPOT
-from tests.fixtures.program import MILLRACE
+from tests.fixtures.processes.program import MILLRACE
 from tests.fixtures.sql import execute, rows
 
 from millrace.cli.habits import VARIABLES, take_variables

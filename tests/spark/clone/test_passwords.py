@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.fixtures.clone_program import CloneProgram
 from tests.fixtures.gate import GATED, gate_closed, waiting_at_gate
 from tests.fixtures.port import free_port
+from tests.fixtures.processes.clone_program import CloneProgram
 from tests.fixtures.sql import execute
 from tests.fixtures.wait import DEADLINE_SECONDS, wait_for
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import psycopg
 import pytest
 from tests.fixtures import create_museum_roles, load_museum
-from tests.fixtures.followed import ACCOUNTS, SCHEMA, Followed, Silent, writing
-from tests.fixtures.program import MILLRACE
-from tests.fixtures.rerouted import rerouted
+from tests.fixtures.processes.program import MILLRACE
 from tests.fixtures.sql import rows
-from tests.fixtures.syncing import request, wait_until_done
+from tests.fixtures.stream.followed import ACCOUNTS, SCHEMA, Followed, Silent, writing
+from tests.fixtures.stream.rerouted import rerouted
+from tests.fixtures.stream.syncing import request, wait_until_done
 from tests.fixtures.wait import DEADLINE_SECONDS, wait_for
 from tests.spark.clone.test_museum import (
     LARGE_OBJECTS,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psycopg
 import pytest
-from tests.fixtures.program import MILLRACE
+from tests.fixtures.processes.program import MILLRACE
 from tests.fixtures.sql import execute, rows
 from tests.fixtures.wait import DEADLINE_SECONDS
 

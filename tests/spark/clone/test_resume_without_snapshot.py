@@ -8,8 +8,8 @@ from pathlib import Path
 
 import psycopg
 import pytest
-from tests.fixtures.followed import SCHEMA, Silent
 from tests.fixtures.sql import execute, rows
+from tests.fixtures.stream.followed import SCHEMA, Silent
 
 from millrace.clone.progress import Reporter
 from millrace.clone.run import clone

@@ -15,7 +15,7 @@ from pathlib import Path
 import psycopg
 import pytest
 from tests.fixtures.leaks import find_snapshot_processes
-from tests.fixtures.program import MILLRACE
+from tests.fixtures.processes.program import MILLRACE
 from tests.fixtures.sql import execute, rows
 from tests.fixtures.wait import DEADLINE_SECONDS, wait_for
 

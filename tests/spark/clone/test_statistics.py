@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import psycopg
-from tests.fixtures.direct_engine import DirectEngine
-from tests.fixtures.followed import Silent
+from tests.fixtures.engines.direct_engine import DirectEngine
 from tests.fixtures.sql import execute, rows
+from tests.fixtures.stream.followed import Silent
 
 from millrace.clone.run import clone
 from millrace.clone.settings import CloneSettings

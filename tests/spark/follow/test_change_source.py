@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.fixtures.changes import Transaction, append, join
+from tests.fixtures.stream.changes import Transaction, append, join
 from tests.fixtures.wait import DEADLINE_SECONDS
 
 from millrace.change import SCHEMA

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psycopg
 import pytest
-from tests.fixtures.followed import ACCOUNTS, Followed, lsn_of, open_followed, writing
+from tests.fixtures.stream.followed import ACCOUNTS, Followed, lsn_of, open_followed, writing
 from tests.fixtures.wait import DEADLINE_SECONDS, wait_for
 
 from millrace.apply.conflict import ApplyCounts

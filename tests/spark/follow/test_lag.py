@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psycopg
 import pytest
-from tests.fixtures.followed import Silent, open_followed, writing
+from tests.fixtures.stream.followed import Silent, open_followed, writing
 from tests.fixtures.wait import DEADLINE_SECONDS, wait_for
 
 from millrace.cli.display import render_follow

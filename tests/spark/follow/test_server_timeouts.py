@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import psycopg
-from tests.fixtures.program import MILLRACE
+from tests.fixtures.processes.program import MILLRACE
 from tests.fixtures.wait import DEADLINE_SECONDS, wait_for
 
 from millrace.postgres.program.embedded import open_cluster

@@ -15,10 +15,10 @@ from pathlib import Path
 from threading import Event
 
 import pytest
-from tests.fixtures.followed import SCHEMA, Followed, writing
-from tests.fixtures.program import MILLRACE
-from tests.fixtures.rerouted import rerouted
+from tests.fixtures.processes.program import MILLRACE
 from tests.fixtures.sql import execute, rows
+from tests.fixtures.stream.followed import SCHEMA, Followed, writing
+from tests.fixtures.stream.rerouted import rerouted
 from tests.fixtures.wait import DEADLINE_SECONDS, wait_for
 
 from millrace.clone import claim

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from tests.fixtures.followed import Followed, open_followed, writing
+from tests.fixtures.stream.followed import Followed, open_followed, writing
 from tests.fixtures.wait import DEADLINE_SECONDS, wait_for
 
 from millrace.errors import ServerError

@@ -7,9 +7,9 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from tests.fixtures.followed import Followed, open_followed, writing
-from tests.fixtures.program import MILLRACE
-from tests.fixtures.syncing import request, run_sql, states_of, wait_until_done
+from tests.fixtures.processes.program import MILLRACE
+from tests.fixtures.stream.followed import Followed, open_followed, writing
+from tests.fixtures.stream.syncing import request, run_sql, states_of, wait_until_done
 from tests.fixtures.wait import DEADLINE_SECONDS, wait_for
 
 from millrace.apply.table_state import SyncState

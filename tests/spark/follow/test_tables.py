@@ -8,8 +8,8 @@ from pathlib import Path
 
 import psycopg
 import pytest
-from tests.fixtures.followed import Followed, open_followed, writing
 from tests.fixtures.sql import execute
+from tests.fixtures.stream.followed import Followed, open_followed, writing
 from tests.fixtures.wait import DEADLINE_SECONDS, wait_for
 
 from millrace.errors import ApplyError

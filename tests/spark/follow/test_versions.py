@@ -11,8 +11,8 @@ from pathlib import Path
 
 import psycopg
 import pytest
-from tests.fixtures.followed import SCHEMA, writing
-from tests.fixtures.program import MILLRACE
+from tests.fixtures.processes.program import MILLRACE
+from tests.fixtures.stream.followed import SCHEMA, writing
 from tests.fixtures.wait import DEADLINE_SECONDS, wait_for
 
 from millrace.clone.ready import is_finished

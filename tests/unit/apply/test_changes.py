@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.fixtures.changes import RELATION, Transaction, append, join, relation_version
+from tests.fixtures.stream.changes import RELATION, Transaction, append, join, relation_version
 
 from millrace.change import SCHEMA
 from millrace.errors import FormatError, WorkDirError

@@ -7,7 +7,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from tests.fixtures.change_rows import batch
+from tests.fixtures.stream.change_rows import batch
 
 from millrace.errors import FormatError
 from millrace.sink.render import SESSION, JsonRenderer, Renderer, SqlRenderer

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.fixtures.changes import RELATION
+from tests.fixtures.stream.changes import RELATION
 
 from millrace.errors import FormatError
 from millrace.postgres.pgoutput.messages import (

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.fixtures.changes import RELATION, Transaction, join
+from tests.fixtures.stream.changes import RELATION, Transaction, join
 
 from millrace.errors import ConfigError, FormatError
 from millrace.lsn import parse_lsn, render_lsn

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.fixtures.changes import (
+from tests.fixtures.stream.changes import (
     Transaction,
     append,
     commit_ends,

@@ -18,6 +18,10 @@ from typer.core import TyperCommand, TyperGroup
 from millrace.cli.habits import add_habits
 
 
+# Of every command.
+HELP_OPTIONS = ["-h", "--help"]
+
+
 class Place(NamedTuple):
     """Where a command is, and the first line of its help."""
 
@@ -44,6 +48,7 @@ class LazyGroup(TyperGroup):
         outline.commands = {
             name: TyperCommand(name, help=place.summary) for name, place in self.places.items()
         }
+        _name_no_type_of_flags(outline)
         super(LazyGroup, outline).format_help(ctx, formatter)
 
 
@@ -75,4 +80,14 @@ def _load(name: str, place: Place, markup: Any) -> Any:
         parent.command(name)(found)
     command = typer.main.get_group(parent).commands[name]
     add_habits(command, name)
+    _name_no_type_of_flags(command)
     return command
+
+
+def _name_no_type_of_flags(command: Any) -> None:
+    """Help would show `<bool>` behind options that take no value."""
+    for child in getattr(command, "commands", {}).values():
+        _name_no_type_of_flags(child)
+    for option in command.get_params(typer.Context(command, help_option_names=HELP_OPTIONS)):
+        if getattr(option, "is_flag", False) and option.metavar is None:
+            option.metavar = ""

@@ -18,7 +18,7 @@ import typer
 
 from millrace import __version__
 from millrace.cli.habits import COMMANDS, VARIABLES, take_variables
-from millrace.cli.lazy import LazyGroup, Place
+from millrace.cli.lazy import HELP_OPTIONS, LazyGroup, Place
 from millrace.cli.signals import stop_on_signals, stopped_code
 from millrace.errors import ConfigError, InvariantError, MillraceError, MismatchError
 from millrace.log import redact
@@ -100,7 +100,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    context_settings={"help_option_names": HELP_OPTIONS, "max_content_width": 100},
 )
 
 

@@ -17,7 +17,6 @@ from typer.core import TyperCommand, TyperGroup
 
 from millrace.cli.habits import add_habits
 
-
 # Of every command.
 HELP_OPTIONS = ["-h", "--help"]
 
@@ -29,6 +28,8 @@ class Place(NamedTuple):
     # A function with its options as annotated parameters, or a Typer with further commands.
     attribute: str
     summary: str
+    # The job it belongs to: the heading it stands under in the list of commands.
+    job: str
 
 
 class LazyGroup(TyperGroup):
@@ -46,7 +47,8 @@ class LazyGroup(TyperGroup):
     def format_help(self, ctx: Any, formatter: Any) -> None:
         outline = copy(self)
         outline.commands = {
-            name: TyperCommand(name, help=place.summary) for name, place in self.places.items()
+            name: TyperCommand(name, help=place.summary, rich_help_panel=place.job)
+            for name, place in self.places.items()
         }
         _name_no_type_of_flags(outline)
         super(LazyGroup, outline).format_help(ctx, formatter)

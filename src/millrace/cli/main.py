@@ -29,67 +29,92 @@ log = logging.getLogger("millrace")
 INTERRUPTED = 130
 
 
+# What people come for; the headings of the list of commands.
+_MIGRATE = "Move a database"
+_STEPS = "The same, step by step"
+_MORE = "Merge, deliver, decode"
+_LOOK = "Look around"
+
+
 class Program(LazyGroup):
     """All commands, in the order of --help."""
 
     places: ClassVar = {
-        "clone": Place("millrace.cli.clone", "clone", "Copy a whole database under one snapshot."),
-        "fork": Place("millrace.cli.clone", "clone", "Copy a whole database under one snapshot."),
+        "clone": Place(
+            "millrace.cli.clone", "clone", "Copy a whole database under one snapshot.", _MIGRATE
+        ),
+        "fork": Place(
+            "millrace.cli.clone", "clone", "Copy a whole database under one snapshot.", _MIGRATE
+        ),
         "follow": Place(
             "millrace.cli.follow",
             "follow",
             "Apply every change of the source since the snapshot, until the end position.",
+            _MIGRATE,
         ),
         "cutover": Place(
             "millrace.cli.follow",
             "cutover",
             "End the stream at the source's current position, and prove that both sides are equal.",
+            _MIGRATE,
         ),
-        "demo": Place(
-            "millrace.cli.demo.commands",
-            "app",
-            "Move a busy shop database from PostgreSQL 16 to 18 and prove both sides equal.",
-        ),
+        "compare": Place("millrace.cli.compare", "app", "Compare source and target.", _MIGRATE),
         "snapshot": Place(
-            "millrace.cli.snapshot", "snapshot", "Hold an exported snapshot until it is stopped."
+            "millrace.cli.snapshot",
+            "snapshot",
+            "Hold an exported snapshot until it is stopped.",
+            _MIGRATE,
         ),
-        "ping": Place(
-            "millrace.cli.ping",
-            "ping",
-            "Check that both servers answer, with the connection strings of a clone.",
-        ),
-        "version": Place("millrace.cli.version", "version", "Print the version."),
-        "copy": Place("millrace.cli.copy", "copy_app", "Do one step of a clone."),
+        "copy": Place("millrace.cli.copy", "copy_app", "Do one step of a clone.", _STEPS),
         "dump": Place(
-            "millrace.cli.copy", "dump_app", "Read from the source into the work directory."
+            "millrace.cli.copy", "dump_app", "Read from the source into the work directory.", _STEPS
         ),
         "restore": Place(
-            "millrace.cli.copy", "restore_app", "Write from the work directory to the target."
+            "millrace.cli.copy",
+            "restore_app",
+            "Write from the work directory to the target.",
+            _STEPS,
         ),
-        "list": Place(
-            "millrace.cli.list_",
-            "app",
-            "Show what the source contains, and how tables would be split.",
-        ),
-        "compare": Place("millrace.cli.compare", "app", "Compare source and target."),
         "stream": Place(
-            "millrace.cli.stream", "app", "The steps of following changes, one by one."
+            "millrace.cli.stream", "app", "The steps of following changes, one by one.", _STEPS
         ),
         "consolidate": Place(
             "millrace.cli.consolidate",
             "app",
             "Bring many databases into one, a schema for each of their schemas.",
-        ),
-        "decode": Place(
-            "millrace.cli.decode",
-            "app",
-            "Decode WAL files into changes, without a server and without a slot.",
+            _MORE,
         ),
         "tube": Place(
             "millrace.cli.tube.commands",
             "app",
             "Record which rows of tables are touched, in queues, and deliver them.",
+            _MORE,
         ),
+        "decode": Place(
+            "millrace.cli.decode",
+            "app",
+            "Decode WAL files into changes, without a server and without a slot.",
+            _MORE,
+        ),
+        "demo": Place(
+            "millrace.cli.demo.commands",
+            "app",
+            "Move a busy shop database from PostgreSQL 16 to 18 and prove both sides equal.",
+            _LOOK,
+        ),
+        "list": Place(
+            "millrace.cli.list_",
+            "app",
+            "Show what the source contains, and how tables would be split.",
+            _LOOK,
+        ),
+        "ping": Place(
+            "millrace.cli.ping",
+            "ping",
+            "Check that both servers answer, with the connection strings of a clone.",
+            _LOOK,
+        ),
+        "version": Place("millrace.cli.version", "version", "Print the version.", _LOOK),
     }
 
 

@@ -10,6 +10,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from millrace.postgres.binary_text.date_kernel import (
+    put_before_christ,
+    put_date,
+    put_infinity,
+)
 from millrace.postgres.kernel import be16, kernel
 from millrace.postgres.pgoutput.messages import Bytes
 
@@ -77,63 +82,17 @@ def _put_number(out: Any, at: Any, number: Any, width: Any) -> Any:
 
 
 @kernel
-def _put_infinity(out: Any, at: Any, is_negative: Any) -> Any:
-    if is_negative:
-        out[at] = 45
-        at += 1
-    # i n f i n i t y
-    for letter in (105, 110, 102, 105, 110, 105, 116, 121):
-        out[at] = letter
-        at += 1
-    return at
-
-
-@kernel
-def _put_date(out: Any, at: Any, days: Any) -> Any:
-    """(where it ends, whether it is before Christ); see moment._date()."""
-    shifted = days + 730425
-    era = shifted // 146097
-    day = shifted - era * 146097
-    year = (day - day // 1460 + day // 36524 - day // 146096) // 365
-    day -= 365 * year + year // 4 - year // 100
-    month = (5 * day + 2) // 153
-    day -= (153 * month + 2) // 5 - 1
-    year += 400 * era
-    if month >= 10:
-        year += 1
-        month -= 9
-    else:
-        month += 3
-    is_before = year <= 0
-    if is_before:
-        year = 1 - year
-    at = _put_number(out, at, year, 4)
-    out[at] = 45
-    at = _put_number(out, at + 1, month, 2)
-    out[at] = 45
-    return _put_number(out, at + 1, day, 2), is_before
-
-
-@kernel
-def _put_before_christ(out: Any, at: Any) -> Any:
-    out[at] = 32
-    out[at + 1] = 66
-    out[at + 2] = 67
-    return at + 3
-
-
-@kernel
 def _dates(days: Any, out: Any, sizes: Any) -> Any:
     at = 0
     for row in range(len(days)):
         begin = at
         value = days[row]
         if value == 2147483647 or value == -2147483648:
-            at = _put_infinity(out, at, value < 0)
+            at = put_infinity(out, at, value < 0)
         else:
-            at, is_before = _put_date(out, at, value)
+            at, is_before = put_date(out, at, value)
             if is_before:
-                at = _put_before_christ(out, at)
+                at = put_before_christ(out, at)
         sizes[row] = at - begin
     return at
 
@@ -145,12 +104,12 @@ def _timestamps(microseconds: Any, zone: Any, out: Any, sizes: Any) -> Any:
         begin = at
         value = microseconds[row]
         if value == 9223372036854775807 or value == -9223372036854775808:
-            at = _put_infinity(out, at, value < 0)
+            at = put_infinity(out, at, value < 0)
             sizes[row] = at - begin
             continue
         days = value // 86400000000
         rest = value - days * 86400000000
-        at, is_before = _put_date(out, at, days)
+        at, is_before = put_date(out, at, days)
         out[at] = 32
         at = _put_number(out, at + 1, rest // 3600000000, 2)
         out[at] = 58
@@ -167,7 +126,7 @@ def _timestamps(microseconds: Any, zone: Any, out: Any, sizes: Any) -> Any:
             out[at] = zone[i]
             at += 1
         if is_before:
-            at = _put_before_christ(out, at)
+            at = put_before_christ(out, at)
         sizes[row] = at - begin
     return at
 

@@ -11,6 +11,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from millrace.postgres.binary_text.date_kernel import (
+    put_before_christ,
+    put_date,
+    put_infinity,
+    put_two,
+)
 from millrace.postgres.kernel import kernel
 
 Bytes = NDArray[np.uint8]
@@ -192,78 +198,17 @@ def _numerics(
 
 
 @kernel
-def _put_two(out: Any, at: Any, number: Any) -> Any:
-    out[at] = 48 + number // 10
-    out[at + 1] = 48 + number % 10
-    return at + 2
-
-
-@kernel
-def _put_infinity(out: Any, at: Any, is_negative: Any) -> Any:
-    if is_negative:
-        out[at] = 45
-        at += 1
-    # i n f i n i t y
-    for letter in (105, 110, 102, 105, 110, 105, 116, 121):
-        out[at] = letter
-        at += 1
-    return at
-
-
-@kernel
-def _put_date(out: Any, at: Any, days: Any) -> Any:
-    """(where it ends, whether it is before Christ); see binary_text.moment.civil_date()."""
-    shifted = days + 730425
-    era = shifted // 146097
-    day = shifted - era * 146097
-    year = (day - day // 1460 + day // 36524 - day // 146096) // 365
-    day -= 365 * year + year // 4 - year // 100
-    month = (5 * day + 2) // 153
-    day -= (153 * month + 2) // 5 - 1
-    year += 400 * era
-    if month >= 10:
-        year += 1
-        month -= 9
-    else:
-        month += 3
-    is_before = year <= 0
-    if is_before:
-        year = 1 - year
-    digits = 4
-    power = 10000
-    while year >= power:
-        digits += 1
-        power *= 10
-    for i in range(at + digits - 1, at - 1, -1):
-        out[i] = 48 + year % 10
-        year //= 10
-    at += digits
-    out[at] = 45
-    at = _put_two(out, at + 1, month)
-    out[at] = 45
-    return _put_two(out, at + 1, day), is_before
-
-
-@kernel
-def _put_before_christ(out: Any, at: Any) -> Any:
-    out[at] = 32
-    out[at + 1] = 66
-    out[at + 2] = 67
-    return at + 3
-
-
-@kernel
 def _dates(days: Any, out: Any, sizes: Any) -> None:
     for row in range(len(days)):
         begin = row * 16
         at = begin
         value = days[row]
         if value == 2147483647 or value == -2147483648:
-            at = _put_infinity(out, at, value < 0)
+            at = put_infinity(out, at, value < 0)
         else:
-            at, is_before = _put_date(out, at, value)
+            at, is_before = put_date(out, at, value)
             if is_before:
-                at = _put_before_christ(out, at)
+                at = put_before_christ(out, at)
         sizes[row] = at - begin
 
 
@@ -271,13 +216,13 @@ def _dates(days: Any, out: Any, sizes: Any) -> None:
 def _put_zone(out: Any, at: Any, east: Any) -> Any:
     out[at] = 45 if east < 0 else 43
     seconds = -east if east < 0 else east
-    at = _put_two(out, at + 1, seconds // 3600)
+    at = put_two(out, at + 1, seconds // 3600)
     if seconds % 3600:
         out[at] = 58
-        at = _put_two(out, at + 1, seconds // 60 % 60)
+        at = put_two(out, at + 1, seconds // 60 % 60)
         if seconds % 60:
             out[at] = 58
-            at = _put_two(out, at + 1, seconds % 60)
+            at = put_two(out, at + 1, seconds % 60)
     return at
 
 
@@ -288,7 +233,7 @@ def _timestamps(microseconds: Any, east: Any, with_zone: Any, out: Any, sizes: A
         at = begin
         value = microseconds[row]
         if value == 9223372036854775807 or value == -9223372036854775808:
-            sizes[row] = _put_infinity(out, at, value < 0) - begin
+            sizes[row] = put_infinity(out, at, value < 0) - begin
             continue
         # Days first: the sum with the offset may be out of range.
         days = value // 86400000000
@@ -297,15 +242,15 @@ def _timestamps(microseconds: Any, east: Any, with_zone: Any, out: Any, sizes: A
             more = rest // 86400000000
             days += more
             rest -= more * 86400000000
-        at, is_before = _put_date(out, at, days)
+        at, is_before = put_date(out, at, days)
         out[at] = 32
         seconds = rest // 1000000
         fraction = rest - seconds * 1000000
-        at = _put_two(out, at + 1, seconds // 3600)
+        at = put_two(out, at + 1, seconds // 3600)
         out[at] = 58
-        at = _put_two(out, at + 1, seconds // 60 % 60)
+        at = put_two(out, at + 1, seconds // 60 % 60)
         out[at] = 58
-        at = _put_two(out, at + 1, seconds % 60)
+        at = put_two(out, at + 1, seconds % 60)
         if fraction:
             out[at] = 46
             for i in range(at + 6, at, -1):
@@ -317,7 +262,7 @@ def _timestamps(microseconds: Any, east: Any, with_zone: Any, out: Any, sizes: A
         if with_zone:
             at = _put_zone(out, at, east[row])
         if is_before:
-            at = _put_before_christ(out, at)
+            at = put_before_christ(out, at)
         sizes[row] = at - begin
 
 
@@ -387,7 +332,7 @@ def _put_float(out: Any, at: Any, digits: Any, count: Any, power: Any, exponent_
             out[at] = 48 + size // 100
             at += 1
             size %= 100
-        return _put_two(out, at, size)
+        return put_two(out, at, size)
     if power < 0:
         out[at] = 48
         out[at + 1] = 46

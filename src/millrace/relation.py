@@ -184,6 +184,8 @@ class SourceCatalog:
     # Publications that streams made, and the tables in them: they stay where they are. Catalog,
     # OID and the publication's name of each.
     own_publications: frozenset[tuple[int, int, str]] = frozenset()
+    # Likewise the event triggers by which a stream captures DDL.
+    own_event_triggers: frozenset[tuple[int, int, str]] = frozenset()
     schemas: dict[int, str] = field(default_factory=dict)
     # Their owners, but for a public schema that is still the server's own.
     schema_owners: dict[int, str] = field(default_factory=dict)

@@ -91,6 +91,7 @@ def read_catalog(
             materialized_views=tuple(catalog.read_relations_of_kind(connection, "m")),
             view_indexes=catalog.read_view_indexes(connection),
             own_publications=catalog.read_own_publications(connection),
+            own_event_triggers=catalog.read_own_event_triggers(connection),
             schemas=catalog.read_schemas(connection),
             schema_owners=catalog.read_schema_owners(connection),
             families=read_families(connection),

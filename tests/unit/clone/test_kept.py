@@ -47,6 +47,7 @@ CATALOG = SourceCatalog(
     partitioned_tables=((7, "s", "p"),),
     view_indexes=frozenset((8, 9)),
     own_publications=frozenset(((1, 2, "p"),)),
+    own_event_triggers=frozenset(((3, 4, "t"),)),
     schemas={10: "s"},
     families={1: 2},
     large_object_ranges=(LargeObjectRange(1, 2, 3, 4),),

@@ -132,7 +132,8 @@ def _pass(entry: Entry) -> int:
 def _own(catalog: SourceCatalog, entries: list[Entry]) -> set[str]:
     """The lines of entries that belong to a stream. A comment has no OID; the names of ours have
     no spaces."""
-    own = {(class_oid, oid) for class_oid, oid, _ in catalog.own_publications}
+    found = catalog.own_publications | catalog.own_event_triggers
+    own = {(class_oid, oid) for class_oid, oid, _ in found}
     comments = {f"- PUBLICATION {name}" for _, _, name in catalog.own_publications}
     return {
         entry.line

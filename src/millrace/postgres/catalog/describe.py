@@ -23,7 +23,7 @@ from typing import Any
 import psycopg
 
 from millrace.postgres.catalog import relations as catalog
-from millrace.postgres.catalog.schemas import USER_PUBLICATION, USER_SCHEMA
+from millrace.postgres.catalog.schemas import USER_EVENT_TRIGGER, USER_PUBLICATION, USER_SCHEMA
 from millrace.postgres.quote import ident
 
 Connection = psycopg.Connection[tuple[Any, ...]]
@@ -561,7 +561,7 @@ SELECT o.class::oid::int8, o.oid::int8, i.type, ARRAY[]::text[], i.identity,
                          pubviaroot) FROM pg_publication p WHERE {USER_PUBLICATION}
         UNION ALL SELECT 'pg_event_trigger'::regclass, oid, NULL,
                concat_ws(' ', evtevent, evtfoid::regproc, evtenabled, evttags)
-               FROM pg_event_trigger) o
+               FROM pg_event_trigger t WHERE {USER_EVENT_TRIGGER}) o
   LEFT JOIN pg_namespace n ON n.oid = o.schema,
        LATERAL pg_identify_object(o.class, o.oid, 0) i
  WHERE o.oid >= 16384 AND (n.oid IS NULL OR {USER_SCHEMA}) AND NOT EXISTS (

@@ -18,7 +18,7 @@ from typing import Any
 
 import psycopg
 
-from millrace.postgres.catalog.schemas import USER_PUBLICATION, USER_SCHEMA
+from millrace.postgres.catalog.schemas import USER_EVENT_TRIGGER, USER_PUBLICATION, USER_SCHEMA
 from millrace.postgres.quote import ident, literal, qualified
 from millrace.relation import (
     Column,
@@ -404,6 +404,14 @@ def read_own_publications(connection: Connection) -> frozenset[tuple[int, int, s
                         UNION ALL SELECT 'pg_publication_rel'::regclass, r.oid
                           FROM pg_publication_rel r WHERE r.prpubid = p.oid) AS o (class, oid)
          WHERE NOT {USER_PUBLICATION}"""
+    return frozenset(connection.execute(query).fetchall())
+
+
+def read_own_event_triggers(connection: Connection) -> frozenset[tuple[int, int, str]]:
+    """Catalog, OID and name of the event triggers that capture DDL for streams."""
+    query = f"""
+        SELECT 'pg_event_trigger'::regclass::oid::int8, t.oid::int8, t.evtname
+          FROM pg_event_trigger t WHERE NOT {USER_EVENT_TRIGGER}"""
     return frozenset(connection.execute(query).fetchall())
 
 

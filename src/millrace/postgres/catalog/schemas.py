@@ -1,6 +1,6 @@
 """Which schemas are the user's, and which are ours.
 
-Invariant: every query that lists a user's objects uses USER_SCHEMA or USER_PUBLICATION, so that
+Invariant: every query that lists a user's objects uses one of the USER_ conditions, so that
 what we made ourselves is never copied, compared or followed. Ours is recognised by its comment: a
 schema of the user's own that has the same name is theirs.
 """
@@ -17,11 +17,17 @@ DDL_TABLE: Final = (OWN_SCHEMA, "sql_ddl_statements")
 # That of older releases.
 _RECORD_COMMENT: Final = "records of a running millrace; dropped when it is done"
 # For a pg_namespace that the query calls n.
-USER_SCHEMA: Final = (
-    "n.nspname !~ '^pg_' AND n.nspname <> 'information_schema'"
-    " AND n.oid NOT IN (SELECT d.objoid FROM pg_description d"
-    " WHERE d.classoid = 'pg_namespace'::regclass"
+_OWN_SCHEMAS: Final = (
+    "(SELECT d.objoid FROM pg_description d WHERE d.classoid = 'pg_namespace'::regclass"
     f" AND d.description IN ('{OWN_COMMENT}', '{_RECORD_COMMENT}'))"
+)
+USER_SCHEMA: Final = (
+    f"n.nspname !~ '^pg_' AND n.nspname <> 'information_schema' AND n.oid NOT IN {_OWN_SCHEMAS}"
+)
+# For a pg_event_trigger that the query calls t.
+USER_EVENT_TRIGGER: Final = (
+    "NOT EXISTS (SELECT FROM pg_proc f WHERE f.oid = t.evtfoid"
+    f" AND f.pronamespace IN {_OWN_SCHEMAS})"
 )
 # For a pg_class that the query calls c: it belongs to no extension, or the extension says that all
 # its rows are the user's.

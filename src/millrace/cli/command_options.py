@@ -384,13 +384,21 @@ class CommandOptions:
             return sentinel.read().apply_jobs or 1
 
     def _ddl(self) -> DdlSettings | None:
-        """Everything is replayed: what is on the source is on the target."""
-        if not self.ddl:
+        """Everything is replayed: what is on the source is on the target. A stream that has begun
+        with it continues so, whatever command continues it."""
+        if not (self.ddl or self._keeps_ddl()):
             return None
         rules = options.read_rules(self.filters)
         if why_not := why_not_replayed(rules):
             raise ConfigError(f"--ddl can't be used with these filters: {why_not}")
         return DdlSettings("", Choices(rules, has_all_kinds=True, shares_extensions=False))
+
+    def _keeps_ddl(self) -> bool:
+        if self.restart or not has_stream(self.directory):
+            return False
+        with Sentinel(self.directory) as sentinel:
+            setup = sentinel.read_setup()
+        return setup is not None and setup.ddl
 
     def _resumes(self) -> bool:
         """Scripts give --resume --not-consistent the first time, too: there is nothing to resume

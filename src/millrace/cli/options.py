@@ -126,7 +126,8 @@ Ddl = Annotated[
         "--ddl",
         envvar="MILLRACE_DDL",
         help="Capture DDL on the source, by event triggers, and replay it on the target at its "
-        "place in the stream. Needs a superuser of the source, or what a provider has instead.",
+        "place in the stream. Needs a superuser of the source, or what a provider has instead. "
+        "A stream keeps it: commands that continue one need not repeat it.",
         rich_help_panel=STREAM,
     ),
 ]

@@ -194,6 +194,7 @@ def receive(
             max_slot_lag_bytes=parse_size(max_slot_lag) or None,
             batches=sizes_from(parse_size(batches_from)),
             binary=not no_binary,
+            ddl=found.ddl,
         )
         if endpos:
             sentinel.set_endpos(parse_lsn(endpos))

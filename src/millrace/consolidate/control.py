@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection
-from contextlib import closing
 from pathlib import Path
 
 from millrace.clone.ready import is_finished
@@ -20,6 +19,7 @@ from millrace.consolidate.status import read_records
 from millrace.errors import ApplyError, ServerError, WorkDirError
 from millrace.follow.bound_copy import read_stream
 from millrace.follow.lookout import Lookout
+from millrace.follow.reached import has_applied
 from millrace.follow.stream import require_setup
 from millrace.follow.table_sync.resync import queue_tables
 from millrace.log import LogSettings
@@ -166,17 +166,9 @@ def _has_applied(consolidation: Consolidation, directory: Path, lsn: int) -> boo
     setup = read_stream(directory)
     if setup is None or not is_finished(directory):
         return False
-    with Sentinel(directory) as sentinel:
-        # In this order: what was complete then is in the spool that is looked at afterwards.
-        complete = sentinel.read_source().complete_lsn or 0
-        state = sentinel.read()
-        if read_requests(sentinel, unfinished=True):
-            return False
-    if max(complete, state.flushed_lsn or 0) < lsn:
-        return False
     place = place_of(setup, directory, resolve(consolidation.target))
-    with closing(place.open_reader()) as spool:
-        return spool.plan(max(state.applied_lsn or 0, setup.start_lsn), 1, lsn) is None
+    with Sentinel(directory) as sentinel:
+        return has_applied(sentinel, setup, place, lsn)
 
 
 def _has_unfollowed(consolidation: Consolidation, directory: Path, name: str) -> bool:

@@ -48,7 +48,10 @@ _WAYS: Final = (
     "`millrace consolidate ddl show {0}` shows it; then `ddl edit {0}` runs another text in its "
     "place, `ddl skip {0}` runs nothing, `ddl retry {0}` tries again"
 )
-_MEND: Final = "mend the target so that it can run there, then run the same command again"
+_MEND: Final = (
+    "mend the target so that it can run there, then run the same command again; the statement: {}"
+)
+_SHOWN: Final = 1000
 # What only the source can say, although it is not volatile.
 _OF_THE_MOMENT: Final = frozenset(
     (
@@ -173,9 +176,12 @@ class Replayer:
         if not isinstance(error, ApplyError) and (sqlstate or "08")[:2] in ("08", "57", "53", "58"):
             return error
         hint = error.hint if isinstance(error, ApplyError) and error.hint else ""
+        ways = _WAYS.format(self._replay.name)
+        if not self._replay.name:
+            ways = _MEND.format(facts["statement"][:_SHOWN])
         return ApplyError(
             f"{what} at {render_lsn(entry.place.lsn)} can't be replayed: {error.message}",
-            hint=hint or (_WAYS.format(self._replay.name) if self._replay.name else _MEND),
+            hint=hint or ways,
             sqlstate=sqlstate or None,
             **facts,
         )

@@ -32,9 +32,12 @@ def with_ddl(task: ApplyTask, settings: DdlSettings, slot: str, naming: Naming) 
     return replace(task, structure=structure)
 
 
-def ensure_capture(source: Dsn, slot: str, filters: FilterRules) -> None:
-    """Capture DDL from now on, if that was not begun with the slot."""
+def begin_capture(source: Dsn, slot: str, filters: FilterRules) -> bool:
+    """Capture DDL from now on; False if that is done already, because it was begun with the
+    slot."""
     with connect(source, "setup") as connection:
-        if not is_installed(connection, slot):
-            install(connection, slot, LeftOut.of(filters))
-            log.warning("DDL of the source is captured from now on, and was not before")
+        if is_installed(connection, slot):
+            return False
+        install(connection, slot, LeftOut.of(filters))
+    log.warning("DDL of the source is captured from now on, and was not before")
+    return True

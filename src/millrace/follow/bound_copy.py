@@ -87,10 +87,16 @@ def require_no_stream(directory: Path) -> None:
 
 
 def write_stream(
-    directory: Path, held: SnapshotHolder, source: Dsn, spool: SpoolKind, encoding: str = ""
+    directory: Path,
+    held: SnapshotHolder,
+    source: Dsn,
+    spool: SpoolKind,
+    encoding: str = "",
+    *,
+    ddl: bool = False,
 ) -> None:
     """Note the stream of a slot that was made with its snapshot; without an encoding, that is
-    still to be known from the target."""
+    still to be known from the target. `ddl`: it has been captured since before the slot."""
     assert held.slot is not None
     assert held.start_lsn is not None
     setup = StreamSetup(
@@ -101,6 +107,8 @@ def write_stream(
         parse_lsn(held.start_lsn),
         spool=spool,
         snapshot=held.id,
+        ddl=ddl,
+        has_all_ddl=ddl,
     )
     with Sentinel(directory) as sentinel:
         found = sentinel.read_setup()

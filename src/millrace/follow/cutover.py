@@ -14,6 +14,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Final
 
+from millrace.apply.table_state import read_table_states
 from millrace.compare.run import CompareSettings, compare_data
 from millrace.compare.task import TableComparison
 from millrace.engine import Engine
@@ -24,8 +25,9 @@ from millrace.follow.audit.large_objects import compare_accused
 from millrace.follow.late_writer import require_silence_since
 from millrace.follow.pause import PauseSettings, paused
 from millrace.follow.progress import FollowReporter
+from millrace.follow.reached import has_applied
 from millrace.follow.settings import CompareMode, FollowSettings
-from millrace.follow.stream import follow, require_setup
+from millrace.follow.stream import Stream, follow, require_setup, run_until
 from millrace.follow.table_sync.resync import wait_for_syncs
 from millrace.lsn import render_lsn
 from millrace.postgres.catalog.view_refresh import refresh_views
@@ -34,7 +36,7 @@ from millrace.postgres.wire.wal_end import read_end
 from millrace.spool.interface import Reader
 from millrace.spool.place import place_of
 from millrace.workdir.lock import open_lock
-from millrace.workdir.sentinel import Sentinel
+from millrace.workdir.sentinel import Sentinel, StreamSetup
 from millrace.workdir.sync_request import read_requests
 
 log = logging.getLogger(__name__)
@@ -118,7 +120,10 @@ def _bring_to_end(
     with Sentinel(directory) as sentinel:
         setup = require_setup(sentinel, directory)
         before = sentinel.read().endpos
-        _finish_syncs(settings, engine, sentinel)
+        if settings.ddl is None:
+            _finish_syncs(settings, engine, sentinel)
+        else:
+            _finish_ddl(settings, engine, reporter, sentinel, setup)
         with connect(settings.source, "cutover") as source:
             endpos = sentinel.choose_endpos(read_end(source))
         log.info("the end position is %s", render_lsn(endpos))
@@ -163,6 +168,35 @@ def _finish_syncs(settings: FollowSettings, engine: Engine, sentinel: Sentinel) 
     _switch_on(sentinel)
     sentinel.set_endpos(None)
     wait_for_syncs(settings, engine)
+
+
+def _finish_ddl(
+    settings: FollowSettings,
+    engine: Engine,
+    reporter: FollowReporter,
+    sentinel: Sentinel,
+    setup: StreamSetup,
+) -> None:
+    """DDL that is not replayed yet may ask for copies, and those wait for the stream: it comes to
+    where the source is now, and finishes them, before the end is chosen."""
+    with connect(settings.source, "cutover") as source:
+        lsn = read_end(source)
+    place = place_of(setup, settings.directory, settings.target)
+
+    def is_done() -> bool:
+        if not has_applied(sentinel, setup, place, lsn):
+            return False
+        with connect(settings.target, "cutover") as target:
+            states = read_table_states(target, place.stream)
+        return not any(one.is_unfinished for one in states.values())
+
+    _switch_on(sentinel)
+    sentinel.set_endpos(None)
+    while not _is_free(settings):
+        if is_done():
+            return
+        time.sleep(POLL_SECONDS)
+    run_until(Stream(replace(settings, keep_spool=True), engine), reporter, is_done)
 
 
 def _switch_on(sentinel: Sentinel) -> None:

@@ -135,7 +135,7 @@ def make_slot_snapshot(
     holding = _hold_new(route, slot, keep_seconds)
     with making_slot(directory, source, slot.name) as making, holding as (held, check):
         making.made()
-        write_stream(directory, held, source, slot.spool, encoding)
+        write_stream(directory, held, source, slot.spool, encoding, ddl=slot.ddl)
         making.keep()
         yield held, check
 

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from millrace.apply.driver import MANY_POLL_SECONDS, POLL_SECONDS, Catchup
 from millrace.apply.task import ApplyTask
-from millrace.ddl.stream import ensure_capture, with_ddl
+from millrace.ddl.stream import begin_capture, with_ddl
 from millrace.engine import Engine
 from millrace.errors import MillraceError, WorkDirError
 from millrace.follow.audit.ending import (
@@ -257,8 +257,11 @@ class Stream:
 
     def _start_receiver(self, setup: StreamSetup, sentinel: Sentinel) -> Receiver:
         write_beginning(self.settings.source, sentinel, setup)
-        if self.settings.ddl is not None:
-            ensure_capture(self.settings.source, setup.slot_name, self.settings.filters)
+        settings = self.settings
+        if settings.ddl is not None and begin_capture(
+            settings.source, setup.slot_name, settings.filters
+        ):
+            sentinel.begin_ddl()
         receiver = self._receiver = open_receiver(self.settings, setup, self.name)
         receiver.start()
         return receiver
@@ -374,6 +377,20 @@ def run_to_end(
         if state is StreamState.ENDED:
             reporter.update_follow(stream.progress)
         return stream.result()
+    finally:
+        stream.stop()
+
+
+def run_until(stream: Stream, reporter: FollowReporter, is_done: Callable[[], bool]) -> None:
+    """Open a stream that has no end, and look after it until that is so; raises what made it
+    fail."""
+    try:
+        state = stream.open()
+        while state.is_running and not is_done():
+            reporter.update_follow(stream.progress)
+            state = stream.step(LOOK_SECONDS)
+        if not state.is_running:
+            stream.result()
     finally:
         stream.stop()
 

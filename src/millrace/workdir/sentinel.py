@@ -67,7 +67,10 @@ CREATE TABLE IF NOT EXISTS stream (
     created_at TEXT NOT NULL,
     -- The snapshot that came with the slot, and the run that copied under it.
     snapshot TEXT NOT NULL DEFAULT '',
-    run_id TEXT NOT NULL DEFAULT ''
+    run_id TEXT NOT NULL DEFAULT '',
+    -- Whether DDL is replayed, which a stream keeps; and whether it was captured all the time.
+    ddl INTEGER NOT NULL DEFAULT 0,
+    all_ddl INTEGER NOT NULL DEFAULT 0
 );
 -- Tables whose changes are spooled, by the source's OIDs; see millrace.workdir.followed_table.
 CREATE TABLE IF NOT EXISTS followed_table (
@@ -201,6 +204,10 @@ class StreamSetup:
     snapshot: str = ""
     # The run whose copy the stream belongs to; "" before one has begun.
     run_id: str = ""
+    # Whether DDL is captured on the source and replayed, which a stream keeps; and whether it has
+    # been since the slot was made.
+    ddl: bool = False
+    has_all_ddl: bool = False
 
 
 class Sentinel:
@@ -224,6 +231,8 @@ class Sentinel:
         """Of streams that began with an older release; their spool is in files."""
         for table, column, kind in (
             ("stream", "spool", "TEXT DEFAULT 'files'"),
+            ("stream", "ddl", "INTEGER NOT NULL DEFAULT 0"),
+            ("stream", "all_ddl", "INTEGER NOT NULL DEFAULT 0"),
             ("sentinel", "claimed_lsn", "TEXT"),
             ("sentinel", "apply_jobs", "INTEGER"),
             ("sentinel", "state", "TEXT NOT NULL DEFAULT ''"),
@@ -368,13 +377,15 @@ class Sentinel:
             spool=row["spool"],
             snapshot=row["snapshot"],
             run_id=row["run_id"],
+            ddl=bool(row["ddl"]),
+            has_all_ddl=bool(row["all_ddl"]),
         )
 
     def write_setup(self, setup: StreamSetup) -> None:
         self._write(
             "INSERT OR REPLACE INTO stream (id, source, system_identifier, slot_name, plugin,"
-            " encoding, start_lsn, spool, created_at, snapshot, run_id)"
-            " VALUES (1, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            " encoding, start_lsn, spool, created_at, snapshot, run_id, ddl, all_ddl)"
+            " VALUES (1, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             setup.source,
             setup.system_identifier,
             setup.slot_name,
@@ -385,7 +396,14 @@ class Sentinel:
             time.strftime("%Y-%m-%d %H:%M:%S"),
             setup.snapshot,
             setup.run_id,
+            int(setup.ddl),
+            int(setup.has_all_ddl),
         )
+
+    def begin_ddl(self) -> None:
+        """DDL is captured from now on, and was not, and is replayed by whoever continues the
+        stream."""
+        self._write("UPDATE stream SET ddl = 1, all_ddl = 0")
 
     def complete_setup(self, encoding: str, spool: str) -> None:
         """The target is known: what was left open when the slot was made."""

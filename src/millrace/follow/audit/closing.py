@@ -91,7 +91,13 @@ def audit(
         tables = read_source_tables(source, setup.slot_name, setup.plugin)
         before = baseline or Baseline(tables)
         judge = Judge(
-            before, tables, states, read_followed(sentinel), settings.left, settings.naming
+            before,
+            tables,
+            states,
+            read_followed(sentinel),
+            settings.left,
+            settings.naming,
+            has_ddl=settings.ddl is not None and setup.has_all_ddl,
         )
         has_objects = not are_large_objects_skipped(settings.directory) and (
             has_large_objects(source) or has_large_objects(target)
@@ -140,8 +146,13 @@ class Judge:
         record: Mapping[int, FollowedTable],
         left: Exclusions,
         naming: Naming = IDENTITY,
+        *,
+        has_ddl: bool = False,
     ) -> None:
         self._before = before
+        # What became of a table came with the stream, at its place; what its rows need beyond that
+        # is copied.
+        self._has_ddl = has_ddl
         # Empty for a stream that takes whatever its publications send.
         self._record = record
         self._tables = {oid: t for oid, t in tables.items() if t.root not in left.tables}
@@ -179,7 +190,7 @@ class Judge:
     def _moved(self, table: SourceTable) -> Iterator[Finding]:
         """Changes go by name: those of a table that got another one may have gone elsewhere."""
         before = self._before.tables.get(table.oid)
-        if before is None or before.root == table.root or self._is_synced(table):
+        if before is None or before.root == table.root or self._has_ddl or self._is_synced(table):
             return
         old = ".".join(before.root)
         reason = f"it was {old}, or a partition of it, when the stream began"
@@ -213,6 +224,8 @@ class Judge:
 
     def changed(self) -> Iterator[Finding]:
         """Tables whose rows were changed by ALTER TABLE, which nobody sends."""
+        if self._has_ddl:
+            return
         for oid, table in self._tables.items():
             before = self._before.tables.get(oid)
             for reason in iter_changed_columns(before, table) if before else ():
@@ -220,7 +233,7 @@ class Judge:
 
     def added(self, columns: Iterable[AddedColumn]) -> Iterator[Finding]:
         for one in columns:
-            if one.table.oid in self._tables:
+            if one.table.oid in self._tables and not self._has_ddl:
                 yield _finding(
                     one.table,
                     FindingKind.UNPROVED,
@@ -233,7 +246,7 @@ class Judge:
         if not table.is_logged or self._is_synced(table):
             return None
         before = self._before.tables.get(table.oid)
-        if before is None and table.label in self._names:
+        if before is None and table.label in self._names and not self._has_ddl:
             return FindingKind.RECREATED, "it was dropped and created again since the stream began"
         if before is None and not self._begins_with_its_rows(table):
             reason = "it was created after the stream began, and is not followed"
@@ -265,6 +278,8 @@ class Judge:
         if not table.sends_updates or (written is not None and not written.is_whole):
             return False
         before = self._before.tables.get(table.oid)
+        if before is None and written is not None and self._has_ddl:
+            return True
         if before is None and table.is_partition:
             before = self._roots.get(table.root_oid)
         return self._is_synced(table) or (before is not None and before.sends_updates)

@@ -55,8 +55,8 @@ def require_synced(unsynced: Sequence[UnsyncedTable], endpos: int) -> None:
     more = f"; and {len(unsynced) - 5} more" if len(unsynced) > 5 else ""
     raise MismatchError(
         f"everything up to {render_lsn(endpos)} is applied, except to these tables: {told}{more}",
-        hint="choose a later end position (`millrace stream sentinel set endpos --current`, or "
-        "--none) and follow again: the copies are made first",
+        hint="remove the end position (`millrace stream sentinel set endpos --none`) and follow: "
+        "the copies are made; `millrace cutover` waits for them, and then chooses an end position",
         tables=[one.label for one in unsynced],
     )
 

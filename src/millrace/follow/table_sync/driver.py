@@ -360,7 +360,7 @@ class TableSync:
         none, comes with the stream."""
         while not has_table(self._settings.source, (state.schema, state.name)):
             self._tell(request, "waits for the stream to say what became of it")
-            self._wait_for_stream(state)
+            self._wait_for_stream(state, has_ended=self._finishing.is_set())
         return find_table(self._settings.source, (state.schema, state.name))
 
     def _await_structure(self, request: SyncRequest, state: TableState, lsn: int) -> None:
@@ -369,16 +369,19 @@ class TableSync:
         self._tell(request, f"waits for the stream to come to {render_lsn(lsn)}")
         while True:
             # In this order: what was complete then is in the spool that is looked at afterwards.
+            has_ended = self._finishing.is_set()
             complete = self._sentinel.read_source().complete_lsn or 0
             position = self._catchup.position
             with closing(self._catchup.worker_of(state.schema, state.name).open_spool()) as spool:
                 is_behind = spool.plan(position, 1, lsn) is not None
             if position >= lsn or (complete >= lsn and not is_behind):
                 return
-            self._wait_for_stream(state)
+            self._wait_for_stream(state, has_ended=has_ended)
 
-    def _wait_for_stream(self, state: TableState) -> None:
-        if self._stop.wait(STREAM_POLL_SECONDS):
+    def _wait_for_stream(self, state: TableState, *, has_ended: bool) -> None:
+        """A stream that has come to its end position brings nothing more: the copy is left to the
+        next one, and the audit names its table."""
+        if has_ended or self._stop.wait(STREAM_POLL_SECONDS):
             raise _Stopped
         if self._is_superseded(state):
             raise _Superseded

@@ -42,13 +42,14 @@ def judged(
     state: TableState | None = None,
     record: tuple[FollowedTable, ...] = (),
     silent: tuple[int, ...] = (),
+    has_ddl: bool = False,
 ) -> list[tuple[str, FindingKind, str]]:
     states = {(state.schema, state.name): state} if state else {}
     read = {STREAM: COUNTERS} | (dict.fromkeys(COUNTERS.tables, COUNTERS))
     baseline = Baseline({table.oid: table for table in before}, read)
     tables = {table.oid: table for table in now}
     followed = {one.oid: one for one in record}
-    judge = Judge(baseline, tables, states, followed, left or Exclusions())
+    judge = Judge(baseline, tables, states, followed, left or Exclusions(), has_ddl=has_ddl)
     return [(one.table, one.kind, one.reason) for one in judge.judge(counters, silent)]
 
 
@@ -127,6 +128,25 @@ def test_tables_that_the_stream_does_not_know_are_found() -> None:
     taken_up = FollowedTable(20, "public", "late", True)
     assert judged([for_all], record=(written, taken_up)) == []
     assert judged([unknown], left=Exclusions(tables=frozenset({("public", "late")}))) == []
+
+
+def test_what_became_of_tables_is_known_where_their_ddl_is_replayed() -> None:
+    again = replace(WHOLE, oid=21, root_oid=21)
+    renamed = replace(KEYLESS, name="renamed", root_name="renamed")
+    followed = (
+        FollowedTable(21, "public", "whole", True),
+        FollowedTable(2, "public", "log", False),
+    )
+    moved = counted(t21=(9, 9, 9))
+    assert judged([again, renamed], moved, record=followed, has_ddl=True) == []
+    found = judged([again, renamed], moved, record=followed)
+    assert {one[1] for one in found} == {FindingKind.RECREATED, FindingKind.UNPROVED}
+    # DDL says nothing of updates that are not sent, and of tables that nobody has looked at.
+    for record, kind in (
+        ((FollowedTable(21, "public", "whole", False), log), FindingKind.UNPROVED),
+        ((log,), FindingKind.NOT_FOLLOWED),
+    ):
+        assert [one[1] for one in judged([again], moved, record=record, has_ddl=True)] == [kind]
 
 
 def test_a_table_that_was_copied_again_is_followed_since() -> None:

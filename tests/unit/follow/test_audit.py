@@ -133,10 +133,8 @@ def test_tables_that_the_stream_does_not_know_are_found() -> None:
 def test_what_became_of_tables_is_known_where_their_ddl_is_replayed() -> None:
     again = replace(WHOLE, oid=21, root_oid=21)
     renamed = replace(KEYLESS, name="renamed", root_name="renamed")
-    followed = (
-        FollowedTable(21, "public", "whole", True),
-        FollowedTable(2, "public", "log", False),
-    )
+    log = FollowedTable(2, "public", "log", False)
+    followed = (FollowedTable(21, "public", "whole", True), log)
     moved = counted(t21=(9, 9, 9))
     assert judged([again, renamed], moved, record=followed, has_ddl=True) == []
     found = judged([again, renamed], moved, record=followed)
